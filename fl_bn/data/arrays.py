@@ -28,13 +28,13 @@ Array = NDArray[np.generic]
 
 
 def load_npz(path: str, image_size: int) -> Dataset:
-    """Load the data set ``npz`` from one archive, or from several archives, each of which is a domain.
+    """Load the data set ``npz`` from archives, each of which is a domain.
 
-    An archive has ``x_train``, ``y_train``, ``x_test`` and ``y_test``. Images are uint8 (N, H, H, C) or (N, H, H). Labels
-    are integers (N,) that count from 0. The number of classes is the largest label, plus one. For other tasks,
-    ``y_train`` and ``y_test`` are floats (N,) or (N, D) (regression), or 0 or 1 (N, K) (multi-label). If some images are
-    in colour, the grey images get three equal channels. A domain is named after its file. Pickled objects are never
-    loaded.
+    An archive has ``x_train``, ``y_train``, ``x_test`` and ``y_test``. Images are uint8 (N, H, H,
+    C) or (N, H, H). Labels are integers (N,) that count from 0. The number of classes is the
+    largest label, plus one. For other tasks, ``y_train`` and ``y_test`` are floats (N,) or (N, D)
+    (regression), or 0 or 1 (N, K) (multi-label). Grey images get three equal channels if others are
+    in colour. A domain is named after its file. Pickled objects are never loaded.
 
     Args:
         path: the archives, separated by commas.
@@ -42,8 +42,7 @@ def load_npz(path: str, image_size: int) -> Dataset:
 
     Raises:
         DataNotFound: there is no such file.
-        DataError: there is no path, two files have the same name, a file is not an archive, or an array is missing or
-            has another form, or ``x_train`` and ``x_test`` of a file differ in size or channels.
+        DataError: there is no path, two files have one name, or an archive has another form.
     """
     files = paths(path)
     expect(bool(files), "npz", "data-path", "one .npz file, or several separated by commas", "none")
@@ -57,7 +56,8 @@ def joined(name: str, sites: Sequence[Path], sets: Sequence[Dataset], image_size
     Args:
         name: the name of the whole.
         sites: the files or folders.
-        sets: the data of each. If some images are in colour, the grey ones get three equal channels.
+        sets: the data of each. If some images are in colour, the grey ones get three equal
+            channels.
         image_size: pixels along each side. 0: the largest size of all images.
 
     Raises:
@@ -77,15 +77,14 @@ def joined(name: str, sites: Sequence[Path], sets: Sequence[Dataset], image_size
 
 
 def load_function(name: str, path: str, image_size: int, modules: Modules | None = None) -> Dataset:
-    """Load the data that a function of your own returns. The function is called as ``function(path)``.
+    """Load the data that a function of your own returns: ``function(path)``.
 
-    If the function has a parameter ``image_size``, the image size is passed by name (0: the size of the data). The function
-    returns ``x_train, y_train, x_test, y_test`` as arrays or tensors. Targets are those of ``load_npz``. Samples are either
+    A parameter ``image_size`` of the function gets the image size. The function returns ``x_train,
+    y_train, x_test, y_test`` as arrays or tensors, with targets as in ``load_npz``. Samples are
 
-    * floats (N, ...) of any shape, which the network receives as float32: the function must scale them. They are
-      never resized, so ``image_size`` must be 0 or the size that they have (1 for a table); or
-    * square uint8 images (N, H, H) or (N, H, H, C) with 1 or 3 channels. They are resized to ``image_size`` unless
-      it is 0.
+    * floats (N, ...) of any shape, which the network receives as float32: the function must scale
+      them. They are never resized: ``image_size`` must be 0 or their size (1 for a table); or
+    * square uint8 images (N, H, H) or (N, H, H, C) with 1 or 3 channels, which are resized.
 
     The function runs on the machine that holds the data, with all rights of the process.
 
@@ -97,7 +96,7 @@ def load_function(name: str, path: str, image_size: int, modules: Modules | None
 
     Raises:
         DataNotFound: the function raised FileNotFoundError.
-        ValueError: there is no such function, it raised another error, or it returned data in another form.
+        ValueError: there is no such function, it failed, or its data have another form.
     """
     returned = _called(name, path, image_size, modules)
     four = isinstance(returned, tuple | list) and len(returned) == len(KEYS)
@@ -111,7 +110,7 @@ def load_function(name: str, path: str, image_size: int, modules: Modules | None
 
 
 def _dataset(name: str, arrays: Mapping[str, Array], *, floats: bool) -> Dataset:
-    """Convert four arrays, and count the classes: the largest label, plus one. ``Dataset`` checks them.
+    """Convert four arrays, and count the classes. ``Dataset`` checks them.
 
     Args:
         name: the source, for errors.

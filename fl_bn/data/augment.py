@@ -1,8 +1,8 @@
 """Change a batch of training images at random, as in the papers.
 
-The changes work on uint8 images before these are scaled, and draw from a generator that the caller seeds. So
-a client's batch is the same in every process, and also when FedTAN repeats a step. Call a change once per
-batch: a second call draws again.
+The changes work on uint8 images before these are scaled, and draw from a generator that the caller
+seeds. So a client's batch is the same in every process, and also when FedTAN repeats a step. Call a
+change once per batch: a second call draws again.
 
 Legend: B images of a batch, C channels, H height, W width.
 """
@@ -31,15 +31,15 @@ Augment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def augmenter(name: str, rng: np.random.Generator) -> Augment | None:
-    """Return the augmentation that ``Samples.batch`` applies to images (B, C, H, W) and their labels or masks.
+    """Return the function that ``Samples.batch`` applies to images (B, C, H, W) and targets.
 
     Args:
         name: one of ``AUGMENTATIONS``.
         rng: the random generator from which each call of the augmentation draws.
 
     Returns:
-        The augmentation as a function, or None for "none". The function raises ValueError if the inputs are not uint8
-        images, or if the labels or masks do not suit the augmentation.
+        The augmentation as a function, or None for "none". The function raises ValueError if the
+        inputs are not uint8 images, or if the labels or masks do not suit the augmentation.
 
     Raises:
         ValueError: the name is unknown.
@@ -76,7 +76,7 @@ def flip(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor
 
 
 def crop_flip(x: Tensor, y: Tensor, rng: np.random.Generator, padding: int = PADDING) -> tuple[Tensor, Tensor]:
-    """Pad each image by ``padding`` black pixels on every side, cut out its original size at a random place, then ``flip``.
+    """Pad each image by black pixels, cut out its size at a random place, then ``flip``.
 
     The usual padding for CIFAR is 4. The padding of FixBN (A.1) is 2.
     """
@@ -88,10 +88,9 @@ def crop_flip(x: Tensor, y: Tensor, rng: np.random.Generator, padding: int = PAD
 
 
 def flip_rotate(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Apply ``flip``, then rotate about the centre by -30 to 30 degrees, as FedBN does for Office and DomainNet.
+    """Apply ``flip``, then rotate about the centre by -30 to 30 degrees, as FedBN does.
 
-    Each pixel gets the value of the nearest pixel before the rotation. If that position is outside the image, the pixel is
-    black.
+    Each pixel gets the value of the nearest pixel before the rotation, or black outside the image.
     """
     height, width = x.shape[2:]
     angle = np.deg2rad(rng.uniform(-DEGREES, DEGREES, len(x)))
@@ -102,10 +101,10 @@ def flip_rotate(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor,
 
 
 def resized_crop(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Cut a random box out of each image, enlarge it bilinearly to the image's size, then ``flip``, as is usual for ImageNet.
+    """Cut a random box out of each image, enlarge it to the image's size, then ``flip``.
 
-    The box has 8 to 100 % of the area, and a width of 3/4 to 4/3 of its height. Area and proportion are drawn as in
-    torchvision. A side of the box is never longer than the same side of the image.
+    The box has 8 to 100 % of the area, and a width of 3/4 to 4/3 of its height. Area and proportion
+    are drawn as in torchvision. A side of the box is never longer than the same side of the image.
     """
     area, log_ratio = rng.uniform(*SCALE, len(x)), rng.uniform(math.log(RATIO[0]), math.log(RATIO[1]), len(x))
     height, width = x.shape[2:]
@@ -131,10 +130,11 @@ def segmentation(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor
 
 
 def _sampled(x: Tensor, affine: np.ndarray[tuple[int, ...], np.dtype[np.float64]], mode: str) -> Tensor:
-    """Transform each image by its matrix in ``affine`` (B, 2, 3), as ``torch.nn.functional.affine_grid`` does.
+    """Transform each image by its matrix in ``affine`` (B, 2, 3), as torch's ``affine_grid``.
 
-    A matrix maps the coordinates of a pixel in the result to coordinates in the image, both in -1..1. ``mode`` is the
-    interpolation. Pixels outside the image are black if ``mode`` is "nearest". Otherwise the image's border is repeated.
+    A matrix maps the coordinates of a pixel in the result to coordinates in the image, both in
+    -1..1. ``mode`` is the interpolation. Pixels outside the image are black if ``mode`` is
+    "nearest". Otherwise the image's border is repeated.
     """
     theta = torch.from_numpy(affine).to(x.device, torch.float32)
     grid = functional.affine_grid(theta, list(x.shape), align_corners=False)

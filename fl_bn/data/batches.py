@@ -15,15 +15,16 @@ Indices = NDArray[np.int64]
 def to_input(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Convert samples of a data set to the input of a network.
 
-    The constants for images are fixed. The data's own mean and deviation would centre better. But they are statistics of
-    the clients' data, and would have to leave the clients before training starts.
+    The constants for images are fixed. The data's own mean and deviation would centre better. But
+    they are statistics of the clients' data, and would have to leave the clients before training
+    starts.
 
     >>> to_input(torch.tensor([0, 255], dtype=torch.uint8))
     tensor([-1.,  1.])
 
     Args:
-        x: uint8 images, which become -1..1; measurements (floats), which keep their values; or other whole numbers
-            (indices of an embedding), which stay as they are.
+        x: uint8 images, which become -1..1; measurements (floats), which keep their values; or
+            other whole numbers (indices of an embedding), which stay as they are.
         dtype: dtype of images and measurements in the result.
     """
     if x.dtype == torch.uint8:
@@ -38,14 +39,14 @@ class ClientTooSmall(ValueError):
 def epoch_batches(n: int, batch_size: int, rng: np.random.Generator, least: int = 2, drop_last: bool = False) -> list[Indices]:
     """Divide ``n`` samples into batches at random, for one pass.
 
-    The last batch may be smaller. If a single sample remains, it joins the batch before, since one sample has no
-    variance. With ``n < batch_size`` there is one batch of all samples.
+    The last batch may be smaller. If a single sample remains, it joins the batch before, since one
+    sample has no variance. With ``n < batch_size`` there is one batch of all samples.
 
     Args:
         n: number of samples.
         batch_size: samples per batch, at least 2.
         rng: random generator that draws the order of the samples.
-        least: the fewest samples that a client may have: 2, or 1 if training uses no batch statistics.
+        least: the fewest samples of a client: 2, or 1 if training uses no batch statistics.
         drop_last: leave out a smaller last batch.
 
     Returns:
@@ -61,22 +62,22 @@ def epoch_batches(n: int, batch_size: int, rng: np.random.Generator, least: int 
 
 
 def whole(n: int, batch_size: int) -> int:
-    """Return how many of ``n`` samples fill whole batches: the largest multiple of ``batch_size`` up to ``n``."""
+    """Return how many of ``n`` samples fill whole batches."""
     return n - n % batch_size
 
 
 def cuts(n: int, batch_size: int) -> list[int]:
-    """Return the positions at which one pass over ``n`` samples is cut into batches. There is one batch more than cuts."""
+    """Return the positions at which one pass over ``n`` samples is cut into batches."""
     positions = list(range(batch_size, n, batch_size))
     return positions[:-1] if positions and n - positions[-1] == 1 else positions
 
 
 def distinct(n: int, batch_size: int, *, epochs: int = 0, steps: int = 0, drop_last: bool = False) -> int:
-    """Return how many different samples are in the batches of ``draw_batches`` with the same arguments.
+    """Return how many different samples the batches of ``draw_batches`` have.
 
-    The number is 0 for a client that is too small for any batch, or has one sample, even if ``least=1`` allows a batch
-    of 1. With ``drop_last`` and several passes, it is a lower bound, since each pass leaves out other samples. Otherwise
-    it is exact.
+    The number is 0 for a client that is too small for any batch, or has one sample, even if
+    ``least=1`` allows a batch of 1. With ``drop_last`` and several passes, it is a lower bound,
+    since each pass leaves out other samples. Otherwise it is exact.
     """
     n = whole(n, batch_size) if drop_last else n
     whole_pass = epochs > 0 or steps > len(cuts(n, batch_size))
@@ -88,8 +89,7 @@ def draw_batches(
 ) -> Iterator[Indices]:
     """Draw the batches of ``epochs`` passes, or of ``steps`` local steps, over ``n`` samples.
 
-    Each pass has a new order. Steps continue over as many passes as they need, and the last pass may remain
-    unfinished.
+    Each pass has a new order. Steps continue over as many passes as they need.
 
     Args:
         n: number of samples.
@@ -97,7 +97,7 @@ def draw_batches(
         rng: random generator that draws the order of each pass.
         epochs: number of passes, or 0.
         steps: number of local steps, or 0.
-        least: the fewest samples that a client may have: 2, or 1 if training uses no batch statistics.
+        least: the fewest samples of a client: 2, or 1 if training uses no batch statistics.
         drop_last: leave out a smaller last batch of a pass.
 
     Returns:
@@ -105,7 +105,7 @@ def draw_batches(
 
     Raises:
         ClientTooSmall: ``n`` is below ``least``, or with ``drop_last`` below ``batch_size``.
-        ValueError: ``batch_size`` is below 2; or ``epochs`` and ``steps`` are both positive or both 0, or one is negative.
+        ValueError: ``batch_size`` is below 2, or not exactly one of epochs and steps is positive.
     """
     _check(n, batch_size, least, drop_last)
     if min(epochs, steps) != 0 or max(epochs, steps) <= 0:
@@ -128,7 +128,7 @@ def check_size(n: int, least: int = 2) -> None:
 
     Args:
         n: number of samples.
-        least: the fewest samples that a client may have: 2, or 1 if training uses no batch statistics.
+        least: the fewest samples of a client: 2, or 1 if training uses no batch statistics.
 
     Raises:
         ClientTooSmall: ``n`` is below ``least``.

@@ -1,4 +1,4 @@
-"""Describe the columns of CSV files: a columns.toml says what is predicted, and how each cell becomes a number."""
+"""Describe the columns of CSV files: what is predicted, and how each cell becomes a number."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class Columns:
 
     Attributes:
         target: name of the target column.
-        classes: for each label, the text in the target's cells; empty for a target that is a number.
+        classes: for each label, the text in the target's cells; empty for a number.
         target_scale: constants of a target that is a number.
         numeric: constants of each numeric column, in the order of the network's inputs.
-        categorical: categories of each categorical column. The network has an input of 0 or 1 for each category, after the
-            numeric columns.
+        categorical: categories of each categorical column. The network has an input of 0 or 1 for
+            each category, after the numeric columns.
         ignore: names of columns that are not used.
-        group: name of a column, such as the patient's. Rows with the same cell in this column are all training rows or all test rows.
-            Empty: there is no such column.
-        missing: what happens to a row with a missing cell: the file is refused, the row is dropped, or the cell is filled.
-        unknown: what happens to a row with a category that is not listed: the file is refused, the row is dropped, or all
-            inputs of the column are zeros.
+        group: name of a column, such as the patient's. Rows with the same cell in this column are
+            all training rows or all test rows. Empty: there is no such column.
+        missing: what happens at a missing cell: file refused, row dropped, or cell filled.
+        unknown: what happens to a row with a category that is not listed: the file is refused, the
+            row is dropped, or all inputs of the column are zeros.
         test_share: share of a file's rows to test on.
         seed: seed of the split into training and test rows.
         delimiter: character between cells.
@@ -76,7 +76,7 @@ class Columns:
 
     @property
     def digest(self) -> str:
-        """Return a hash of the columns, 16 hexadecimal digits. Comments and layout of the file do not change the hash."""
+        """Return a hash of the columns, 16 hexadecimal digits, whatever the file's layout."""
         ordered = {"numeric": list(asdict(self)["numeric"].items()), "categorical": list(self.categorical.items())}
         return hashlib.sha256(json.dumps(asdict(self) | ordered).encode()).hexdigest()[:16]
 
@@ -131,7 +131,7 @@ def columns_of(values: Mapping[str, Any]) -> Columns:
 
 
 def is_missing(cell: str) -> bool:
-    """Return whether a cell holds no value. For categories and classes, ask first whether the cell is one of them."""
+    """Return whether a cell holds no value. Ask first whether it is a listed category."""
     return cell.casefold() in MISSING_CELLS
 
 

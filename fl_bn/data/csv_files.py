@@ -1,7 +1,7 @@
 """Load data of your own: CSV files, one per site, whose columns a columns.toml describes.
 
-Every cell is converted with constants of columns.toml alone. Means, deviations and categories are never taken
-from the data, so the data of one site do not change the numbers of another.
+Every cell is converted with constants of columns.toml alone. Means, deviations and categories are
+never taken from the data, so the data of one site do not change the numbers of another.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Rows:
         x: inputs (N, inputs).
         y: labels or values (N,).
         groups: cells of the group column; empty if there is no such column.
-        note: how many rows are used, rows were left out and cells were replaced. Empty: none was left out or replaced.
+        note: how many rows were used and left out, and cells replaced. Empty: all were used.
     """
 
     x: NDArray[np.float32]
@@ -57,11 +57,11 @@ class Rows:
 
 
 def load_csv(path: str, image_size: int) -> TableData:
-    """Load the data set ``csv`` from one CSV file, or from several files, each of which is a domain with the file's name.
+    """Load the data set ``csv`` from CSV files, each of which is a domain with the file's name.
 
-    A file has a header line and a line per sample. ``columns.toml`` beside the file names the target and all columns
-    (``Columns``). The order of columns in a file does not matter. The function ``split`` draws the test rows of each file
-    by the seed of columns.toml. So a site has the same test rows in every run, wherever its file lies.
+    A file has a header line and a line per sample. ``columns.toml`` beside the file names the
+    target and all columns (``Columns``). The order of columns in a file does not matter. ``split``
+    draws the test rows of each file by the seed of columns.toml, the same in every run.
 
     Args:
         path: a folder of ``*.csv``, or files, separated by commas.
@@ -69,7 +69,7 @@ def load_csv(path: str, image_size: int) -> TableData:
 
     Raises:
         DataNotFound: there is no such file or folder, or no columns.toml.
-        DataError: there is no path, two files have the same name, columns.toml is wrong, ``image_size`` is neither 0 nor 1,
+        DataError: there is no path, two files have one name, an argument or columns.toml is wrong,
             or a file is refused: ``part`` has the line and the column.
     """
     expect(image_size in (0, 1), "csv", "image-size", "0 or 1, as rows have no pixels", image_size)
@@ -96,7 +96,7 @@ def load_csv(path: str, image_size: int) -> TableData:
 
 
 def csv_files(path: str) -> list[Path]:
-    """List the CSV files that ``path`` names. The files of a folder are in the order of their names.
+    """List the CSV files that ``path`` names, those of a folder in the order of their names.
 
     Raises:
         DataNotFound: a file does not exist, or a folder has no CSV file.
@@ -136,7 +136,7 @@ def read_rows(file: Path, columns: Columns) -> Rows:
     """Read the rows of one CSV file.
 
     Raises:
-        DataError: a cell, the header or the number of cells in a line is wrong; or there are no rows. ``part`` says where.
+        DataError: a cell, a line or the header is wrong, or there are no rows. ``part`` says where.
     """
     lines = list(read_lines(file, columns.delimiter))
     header = _checked_header(file, *lines[0], columns)
@@ -213,7 +213,7 @@ def _row(file: Path, line: int, cells: Mapping[str, str], columns: Columns) -> t
 
 
 def read_lines(file: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of each line, from 1, and its cells. The first is the header. Empty lines are skipped.
+    """Yield number and cells of each line that is not empty. The first is the header.
 
     Raises:
         DataError: the file is empty, cannot be read, or is no CSV file in UTF-8.
@@ -254,12 +254,12 @@ def place(line: int, column: str) -> str:
 def split(rows: Rows, columns: Columns) -> NDArray[np.bool_]:
     """Draw the test rows of one file at random.
 
-    The test share is drawn from each class, or from all rows if the target is a number. A class of two or more rows has
-    at least one test row and at least one training row. If every class has only one row, one row of the file is a test
-    row. With a group column, the test share of the groups is drawn instead, whatever the classes of their rows.
+    The test share is drawn from each class, or from all rows if the target is a number. A class of
+    two or more rows has at least one row of each kind. If every class has one row, one row of the
+    file is a test row. With a group column, the test share of the groups is drawn instead.
 
     Returns:
-        Whether each row is a test row, bool (N,). A file with only one row, or only one group, has no test row.
+        Whether each row is a test row, bool (N,). A file with one row, or one group, has none.
     """
     owners = np.array(rows.groups) if rows.groups else np.arange(len(rows.y))
     # A group may have rows of several classes, so groups are drawn without regard to classes.

@@ -30,7 +30,8 @@ def named(text: str) -> tuple[str, str]:
     """Return the data set and the path that a text names.
 
     Args:
-        text: files or folders, separated by commas, whose kind decides; a set with its path (``npz:PATH``); or a set or a function.
+        text: files or folders, separated by commas, whose kind decides; a set with its path
+            (``npz:PATH``); or a set or a function.
 
     Raises:
         DataNotFound: there is no such file or folder.
@@ -46,13 +47,13 @@ def named(text: str) -> tuple[str, str]:
 
 
 def load(name: str, path: str = "", image_size: int = 0, modules: Modules | None = None) -> Dataset:
-    """Load a data set by name. The process caches the four data sets that it used last, so repeated calls share tensors.
+    """Load a data set by name. The process caches the four data sets that it used last.
 
     Args:
         name: one of ``DATASETS``, or a function of your own as "package.module:function".
-        path: files or folders separated by commas (``npz``, ``folder``, ``csv``), or the argument of your own function.
-        image_size: pixels along each side. Images of another size are resized bilinearly with antialiasing. 0: the
-            native size.
+        path: files or folders separated by commas (``npz``, ``folder``, ``csv``), or the argument
+            of your own function.
+        image_size: pixels along each side, to which images are resized. 0: the native size.
         modules: modules that may hold a function of your own. None: any.
 
     Raises:

@@ -1,12 +1,12 @@
-"""Make digits without a download: scikit-learn's 8x8 handwritten digits, plain or blended into its two photographs.
+"""Make digits without a download: scikit-learn's, plain or blended into its photographs.
 
-The blend is the recipe of MNIST-M (Ganin et al., "Domain-adversarial training of neural networks", JMLR
-2016): the absolute difference between a random patch of a photograph and the digit, in each colour channel. A
-linear model is right for 96 % of the plain digits, and for 66 % of the blended ones. The photograph of a
-sample is its domain.
+The blend is the recipe of MNIST-M (Ganin et al., "Domain-adversarial training of neural networks",
+JMLR 2016): the absolute difference between a random patch of a photograph and the digit, in each
+colour channel. A linear model is right for 96 % of the plain digits, and for 66 % of the blended
+ones. The photograph of a sample is its domain.
 
-Digits are enlarged in integers and draws are numpy's, so every machine gets the same digits. The photographs
-are decoded JPEGs, whose pixels may differ by one between versions of the decoder.
+Digits are enlarged in integers and draws are numpy's, so every machine gets the same digits. The
+photographs are decoded JPEGs, whose pixels may differ by one between versions of the decoder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LEVELS = 16  # scikit-learn's digits count the inked pixels of a 4x4 cell
 
 
 def load_digits(path: str, image_size: int) -> Dataset:
-    """Load ``digits``: 1,437 training and 360 test digits (3, 20, 20), blended into patches of two photographs, half into each.
+    """Load ``digits``: 1,437 + 360 digits (3, 20, 20), half of them in each photograph.
 
     Args:
         path: empty, as the digits come with scikit-learn.
@@ -73,7 +73,7 @@ def load_digits(path: str, image_size: int) -> Dataset:
 
 
 def load_digits_plain(path: str, image_size: int) -> Dataset:
-    """Load ``digits-plain``: the digits of ``digits``, in the same split, white on black (3, 20, 20).
+    """Load ``digits-plain``: the digits of ``digits``, white on black.
 
     Arguments and errors are those of ``load_digits``.
     """
@@ -85,7 +85,7 @@ def load_digits_plain(path: str, image_size: int) -> Dataset:
 
 
 def _enlarged_digits() -> tuple[NDArray[np.int64], Tensor, NDArray[np.int64], NDArray[np.int64]]:
-    """Return digits (N, 20, 20) in 0..255, labels (N,), and the indices of the training and the test samples."""
+    """Return digits (N, 20, 20) in 0..255, labels (N,), and the indices of both splits."""
     table = np.loadtxt(_scikit_file("data", "digits.csv.gz"), delimiter=",", dtype=np.int64)  # 64 pixels and the label
     images, labels = table[:, :-1].reshape(-1, 8, 8), table[:, -1]
     train, test = (np.array(indices) for indices in tomllib.loads(SPLIT.read_text()).values())
@@ -105,9 +105,9 @@ def _scikit_file(*parts: str) -> Path:
 
 
 def _bilinear_tenths(before: int, after: int) -> NDArray[np.int64]:
-    """Return the weights of bilinear enlargement from ``before`` to ``after`` pixels, (after, before), in tenths.
+    """Return the weights of bilinear enlargement (after, before), in tenths.
 
-    They are integers, because enlarging 8 pixels to 20 puts the centre of every pixel on a multiple of a tenth.
+    They are integers: enlarging 8 pixels to 20 puts every centre on a multiple of a tenth.
     """
     weights = np.zeros((after, before), dtype=np.int64)
     for i in range(after):

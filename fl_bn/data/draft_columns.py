@@ -1,7 +1,7 @@
-"""Draft a columns.toml by guessing from CSV files what each column is. A person must read and correct the draft.
+"""Draft a columns.toml by guessing what each column is. A person must correct the draft.
 
-The draft contains categories, rounded means and rounded deviations of the data. A site that receives the draft
-learns these values.
+The draft contains categories, rounded means and rounded deviations of the data. A site that
+receives the draft learns these values.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ MOST_CATEGORIES = 50  # a column with more different texts (names of persons, sa
 def draft(path: str, target: str, *, regression: bool = False, delimiter: str = ",") -> str:
     """Return the draft of a columns.toml for some CSV files.
 
-    A column is numeric if all its cells are numbers. Otherwise it is categorical, unless it has more than
-    ``MOST_CATEGORIES`` different texts or no value at all: then it is ignored. Means and deviations are those of the
-    training rows without a missing cell. Deviations are rounded to two digits, and means to the same
-    decimal place.
+    A column is numeric if all its cells are numbers. A column of more than ``MOST_CATEGORIES``
+    texts, or of none, is ignored. Others are categorical. Means and deviations are those of the
+    training rows without a missing cell. Both are rounded to two digits of the deviation.
 
     Args:
         path: a folder of CSV files, or files, separated by commas.
         target: name of the target column.
-        regression: whether the target is a number. If False, the classes are its different texts, in
-            alphabetical order, or its different numbers, in the order of their values.
+        regression: whether the target is a number. If False, the classes are its different texts,
+            in alphabetical order, or its different numbers, in the order of their values.
         delimiter: character between cells.
 
     Returns:
@@ -42,8 +41,7 @@ def draft(path: str, target: str, *, regression: bool = False, delimiter: str = 
 
     Raises:
         DataNotFound: there is no such file.
-        DataError: ``delimiter`` is not allowed, a file is no CSV, the column ``target`` is missing, or no column is left to
-            learn from.
+        DataError: ``delimiter`` is not allowed, a file is no CSV, or has no target or no inputs.
     """
     expect(delimiter in DELIMITERS, path, "delimiter", f"one of {', '.join(map(repr, DELIMITERS))}", repr(delimiter))
     files = csv_files(path)
@@ -70,7 +68,7 @@ def draft(path: str, target: str, *, regression: bool = False, delimiter: str = 
 
 
 def _cells(files: Sequence[Path], delimiter: str) -> dict[str, set[str]]:
-    """Return column -> the different values in its cells, over all files. Cells without a value are left out."""
+    """Return column -> the different values in its cells, over all files."""
     found: dict[str, set[str]] = {}
     for file in files:
         _, header = next(lines := read_lines(file, delimiter))
@@ -94,7 +92,7 @@ def _in_order(texts: set[str]) -> list[str]:
 
 
 def _scales(files: Sequence[Path], columns: Columns) -> dict[str, dict[str, float]]:
-    """Compute mean and deviation of every numeric column, also of a numeric target, over the training rows of all files.
+    """Compute mean and deviation of every number's column over the training rows of all files.
 
     The deviation is rounded to two significant digits, and the mean to the same decimal place.
     """

@@ -1,4 +1,4 @@
-"""Load data of your own: a folder of images, with a folder for each class below ``train`` and ``test``."""
+"""Load data of your own: images in a folder for each class, below ``train`` and ``test``."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ Picture = NDArray[np.uint8]  # (H, W) grey or (H, W, 3)
 
 
 def load_folder(path: str, image_size: int) -> Dataset:
-    """Load ``folder``: the images ``path/train/CLASS/*`` and ``path/test/CLASS/*``, in any format that Pillow reads.
+    """Load ``folder``: the images ``path/train/CLASS/*`` and ``path/test/CLASS/*``.
 
     Several folders, separated by commas, are several domains, each with the name of its folder.
 
-    The label of a class is the position of its name in ``path/classes.txt`` (one name per line). Without that
-    file, it is the position among the sorted names of all class folders of both splits and of all given folders. A
-    class folder may be empty, or missing in a split. If there is a classes.txt, it must list every class folder, and all
-    given folders must have the same one.
+    The label of a class is the position of its name in ``path/classes.txt`` (one name per line).
+    Without that file, it is the position among the sorted names of all class folders of all given
+    folders. A class folder may be empty, or missing in a split. A classes.txt must list every class
+    folder, and be the same in all given folders.
 
-    **Sites of one run must share one classes.txt.** Without it, sites with different folders number their
-    classes differently. If one site has cat and dog, and another dog and fox, label 0 is cat at the first
-    site and dog at the second. The model is then trained on contradictory labels, without any error.
+    **Sites of one run must share one classes.txt.** Without it, a site of cat and dog and a site of
+    dog and fox number their classes differently. The model then learns contradictory labels,
+    unseen.
 
-    With ``image_size`` 0 all images of a folder must be square and have the same size, and those of other folders are
-    resized to the largest. Otherwise the largest centred square of
-    each image is resized to ``image_size``. If all images are grey, they have 1 channel, else all have 3. Transparency
-    is dropped, and pixels are used as stored. Hidden files and folders (``.name``) are skipped. Every other file of
-    a class folder must be an image.
+    With ``image_size`` 0 all images of a folder must be square and have the same size, and those of
+    other folders are resized to the largest. Otherwise the largest centred square of each image is
+    resized to ``image_size``. If all images are grey, they have 1 channel, else all have 3.
+    Transparency is dropped, and pixels are used as stored. Hidden files and folders (``.name``) are
+    skipped. Every other file of a class folder must be an image.
 
     Raises:
         DataNotFound: ``path``, ``train`` or ``test`` is not a folder.
-        DataError: there is no path, two folders have the same name, a split has no images, or classes.txt is wrong. Or a
-            file is not an image of 8 bits a channel, or images are not square or differ in size while ``image_size`` is 0.
+        DataError: there is no path, two folders have one name, a split has no images, classes.txt
+            is wrong, or a file is no image of 8 bits a channel. Or ``image_size`` is 0, and images
+            differ.
     """
     roots = paths(path)
     expect(bool(roots), "folder", "data-path", "a folder that holds train/CLASS/* and test/CLASS/*, or several such folders", "none")
@@ -79,7 +80,7 @@ def visible(folder: Path) -> list[Path]:
 
 
 def _classes(roots: Sequence[Path]) -> dict[str, int]:
-    """Return the labels of the classes, from classes.txt or else from the names of the class folders: class -> label."""
+    """Return class -> label, from classes.txt or else from the names of the class folders."""
     folders = [entry for root in roots for split in SPLITS for entry in visible(root / split) if entry.is_dir()]
     file, *others = (root / CLASSES for root in roots)
     names = _listed_in(file)
@@ -113,7 +114,7 @@ def read_picture(file: Path) -> Picture:
     """Read the pixels of an image, grey (H, W) or in colour (H, W, 3).
 
     Raises:
-        DataError: Pillow cannot read the file, it has several frames, or its pixels have more than 8 bits per channel.
+        DataError: Pillow cannot read the file, or it has several frames or more than 8 bits.
     """
     try:
         with Image.open(file) as image:
@@ -142,7 +143,7 @@ def fit(picture: Picture, channels: int, image_size: int) -> Tensor:
     """Cut the largest centred square out of a picture, and resize it.
 
     Returns:
-        One image (1, channels, S, S). S is ``image_size``, or the side of the square if ``image_size`` is 0.
+        One image (1, channels, S, S). S is ``image_size``, or the side of the square.
     """
     side = min(picture.shape[:2])
     top, left = (picture.shape[0] - side) // 2, (picture.shape[1] - side) // 2

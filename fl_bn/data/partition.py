@@ -1,12 +1,12 @@
 """Divide a data set among clients. A seed fixes the division.
 
-The functions use plain numpy. flwr-datasets would bring pandas, pyarrow and seaborn: half a gigabyte, and seconds
-of import in every client's process. flwr-datasets has neither disjoint classes per client nor similarity (FBN's gamma). Every
-client computes the whole partition for itself, so the same arguments must give the same result in every
-process. All randomness comes from ``numpy.random.SeedSequence``.
+The functions use plain numpy. flwr-datasets would bring half a gigabyte, and seconds of import in
+every client's process. It has neither disjoint classes per client nor similarity (FBN's gamma).
+Every client computes the whole partition for itself, so the same arguments must give the same
+result in every process. All randomness comes from ``numpy.random.SeedSequence``.
 
-Each function returns one sorted int64 array of sample indices per client. The arrays are disjoint and not empty.
-Together they hold every sample, unless stated otherwise.
+Each function returns one sorted int64 array of sample indices per client. The arrays are disjoint
+and not empty. Together they hold every sample, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def iid(labels: Labels, clients: int, seed: int) -> list[Indices]:
 def classes_per_client(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
     """Give each client ``k`` different classes, and divide each class equally among its clients.
 
-    The numbers of clients per class differ by one at most. They are equal if ``clients * k`` is a multiple of the
-    number of classes. So 5 clients with 2 of 10 classes each have disjoint classes. If ``clients * k`` is less than
-    the number of classes, the remaining classes and their samples have no client.
+    The numbers of clients per class differ by one at most. They are equal if ``clients * k`` is a
+    multiple of the number of classes. So 5 clients with 2 of 10 classes each have disjoint classes.
+    If ``clients * k`` is less than the number of classes, the other classes have no client.
 
     Raises:
         ValueError: ``k`` is not between 1 and the number of classes, or a client gets no sample.
@@ -62,12 +62,13 @@ def classes_per_client(labels: Labels, clients: int, k: int, seed: int) -> list[
 
 
 def table(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
-    """Give each of 5 clients ``k`` consecutive classes out of 10 (``k`` = 2, 4, 6, 8 or 10). Only samples are drawn at random.
+    """Give each of 5 clients ``k`` consecutive classes out of 10. Only samples are drawn.
 
-    Client ``i`` has the classes ``(2 i + j) mod 10`` for ``j < k``. With ``k = 2`` these are disjoint pairs in order,
-    as in the authors' published code. With ``k = 4``, two clients share each class, with ``k = 10`` all five. Every
-    class is divided equally among its ``k / 2`` clients. In the supplement's table for 6 classes, the fourth row has
-    eight entries of 1/6, which add up to more than 1. This function gives that client six classes, like the others.
+    Client ``i`` has the classes ``(2 i + j) mod 10`` for ``j < k``. With ``k = 2`` these are
+    disjoint pairs in order, as in the authors' published code. With ``k = 4``, two clients share
+    each class, with ``k = 10`` all five. Every class is divided equally among its ``k / 2``
+    clients. In the supplement's table for 6 classes, the fourth row has eight entries of 1/6, which
+    add up to more than 1. This function gives that client six classes, like the others.
 
     Args:
         labels: (N,), of 10 different classes.
@@ -92,25 +93,25 @@ def table(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
 def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min_samples: int = 2) -> list[Indices]:
     """Divide each class in proportions drawn from a symmetric Dirichlet distribution (label skew).
 
-    A draw that leaves a client fewer than ``min_samples`` samples is repeated, up to ten draws in all. Then the last draw
-    is repaired: random samples move, one by one, from the largest client to clients that are too small. With
-    many clients and strong skew almost every draw fails, and the repair moves few samples.
+    A draw that leaves a client fewer than ``min_samples`` samples is repeated, up to ten draws in
+    all. Then the last draw is repaired: random samples move, one by one, from the largest client to
+    clients that are too small. With many clients and strong skew almost every draw fails.
 
     Args:
         labels: (N,).
         clients: number of clients.
         concentration: above 0. The smaller, the stronger the skew.
         seed: seed of the draws.
-        min_samples: the fewest samples of a client. The default, 2, is the least that has a variance.
+        min_samples: the fewest samples of a client. 2 is the least that has a variance.
 
     Raises:
-        ValueError: ``concentration`` is not positive and finite, ``min_samples`` is below 1, or there are fewer than
-            ``clients * min_samples`` samples.
+        ValueError: ``concentration`` is not positive and finite, ``min_samples`` is below 1, or
+            there are fewer than ``clients * min_samples`` samples.
 
     References:
-        Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019, whose
-        per-class draw this is; Hsu et al., "Measuring the effects of non-identical data distribution for
-        federated visual classification", 2019.
+        Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019,
+        whose per-class draw this is; Hsu et al., "Measuring the effects of non-identical data
+        distribution for federated visual classification", 2019.
     """
     rng = _generator(len(labels), clients, seed)
     if not (concentration > 0 and math.isfinite(concentration)):
@@ -131,7 +132,7 @@ def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min
 
 
 def _repaired(parts: list[Indices], min_samples: int, rng: np.random.Generator) -> list[Indices]:
-    """Move random samples one by one, each from the largest part to a too small part, until each part has ``min_samples``."""
+    """Move random samples from the largest part to a too small one, until none is too small."""
     largest = [(-len(part), i) for i, part in enumerate(parts)]  # a heap; an entry is outdated if its part has changed since
     heapq.heapify(largest)
     for small in (i for i in range(len(parts)) if len(parts[i]) < min_samples):
@@ -148,14 +149,14 @@ def _repaired(parts: list[Indices], min_samples: int, rng: np.random.Generator) 
 
 
 def similarity(labels: Labels, clients: int, similarity: float, seed: int) -> list[Indices]:
-    """Draw a share of each client's data from a homogeneous pool, and the rest from data sorted by label.
+    """Draw a share of each client's data from a pool, and the rest from data sorted by label.
 
     Sizes differ by one at most.
 
     Args:
         labels: (N,).
         clients: number of clients.
-        similarity: the share from the pool. 0: each client has as few classes as possible. 1: a random division.
+        similarity: the share from the pool. 0: as few classes as possible. 1: a random division.
         seed: seed of the draws.
 
     Raises:
@@ -180,8 +181,7 @@ def similarity(labels: Labels, clients: int, similarity: float, seed: int) -> li
 def by_domain(domains: Labels, clients: int, seed: int) -> list[Indices]:
     """Give each client one domain, and divide a domain at random and equally among its clients.
 
-    Client ``i`` gets domain ``i`` modulo the number of domains, so the numbers of clients per domain differ by
-    one at most.
+    Client ``i`` gets domain ``i`` modulo the number of domains.
 
     Raises:
         ValueError: there are fewer clients than domains, or a client gets no sample.
@@ -196,7 +196,7 @@ def by_domain(domains: Labels, clients: int, seed: int) -> list[Indices]:
 
 
 def by_domain_and_label(domains: Labels, labels: Labels, clients: int, concentration: float, seed: int) -> list[Indices]:
-    """Give each client one domain, as ``by_domain`` does, and divide a domain with label skew, as ``dirichlet`` does.
+    """Give each client one domain (``by_domain``), divided with label skew (``dirichlet``).
 
     Raises:
         ValueError: there are fewer clients than domains, or a domain is too small for its clients.
@@ -242,10 +242,10 @@ def natural(groups: Labels, clients: int, seed: int) -> list[Indices]:
 
 
 def equal_sizes(parts: list[Indices], seed: int) -> list[Indices]:
-    """Reduce every part to the size of the smallest part, by a random choice. The remaining samples have no client.
+    """Reduce every part to the size of the smallest part, by a random choice.
 
     References:
-        FedBN (Li et al., ICLR 2021), section 5.1: every domain is cut to the 7,438 training samples of the smallest.
+        FedBN (Li et al., ICLR 2021), section 5.1: domains are cut to 7,438 training samples.
     """
     rng = np.random.default_rng(np.random.SeedSequence([_TRUNCATION, seed]))
     size = min(len(part) for part in parts)
@@ -262,14 +262,13 @@ def partition(
         labels: (N,). Masks (N, H, W) are accepted by kinds that need no labels.
         domains: (N,), for the kinds in ``BY_DOMAIN``.
         clients: number of clients.
-        parameter: the number of classes per client ("classes", "table"), the concentration ("dirichlet",
-            "domain-dirichlet") or the similarity ("similarity"). Other kinds ignore it.
+        parameter: classes per client ("classes", "table"), concentration ("dirichlet",
+            "domain-dirichlet") or similarity ("similarity"). Other kinds ignore it.
         seed: seed of the draws.
         sizes: "natural", or "equal" to cut all parts to one size (``equal_sizes``).
 
     Raises:
-        ValueError: the kind or the sizes are unknown, a parameter is out of range, or the data lack domains
-            or labels.
+        ValueError: an argument is unknown or out of range, or the data lack domains or labels.
     """
     check_name("partition", kind, KINDS)
     check_name("sizes", sizes, SIZES)
@@ -302,8 +301,9 @@ def label_counts(labels: Labels, parts: list[Indices], classes: int) -> Indices:
     """Count the samples of each class at each client.
 
     Returns:
-        The counts (clients, classes). If the labels are masks, pixels are counted, without those of value 255. If the
-        targets are numbers (regression) or sets of labels, a sample has no single class, and the shape is (clients, 0).
+        The counts (clients, classes). If the labels are masks, pixels are counted, without those of
+        value 255. If the targets are numbers (regression) or sets of labels, a sample has no single
+        class, and the shape is (clients, 0).
     """
     if labels.dtype.kind == "f" or labels.ndim == 2:
         return np.zeros((len(parts), 0), dtype=np.int64)

@@ -21,10 +21,10 @@ SPLITS = (TEST, TRAINING) = ("test", "training")  # the splits that a run may ev
 
 
 def evaluated_on(validation_share: float, evaluate_on: str) -> str:
-    """Return which samples a run with these values of ``validation-share`` and ``evaluate-on`` evaluates.
+    """Return which samples a run with these values of its config evaluates.
 
     Returns:
-        ``test``, ``training`` or ``validation``. Validation samples are meant wherever a run has some.
+        ``test``, ``training`` or ``validation``, which counts wherever a run has such samples.
     """
     return "validation" if validation_share else evaluate_on
 
@@ -60,29 +60,28 @@ def expect(holds: bool, source: object, part: str, expected: str, found: object)
 class Dataset:
     """Hold a labelled set of images or measurements, in a training and a test split.
 
-    Images are square and uint8 (N, C, H, H). Measurements are finite float32 (N, ...), and the network receives them
-    unchanged. A table (N, features) counts as images of ``features`` channels and one pixel.
+    Images are square and uint8 (N, C, H, H). Measurements are finite float32 (N, ...), and the
+    network receives them unchanged. A table (N, features) counts as images of one pixel.
 
     All callers in a process share the tensors: do not write into them.
 
     Attributes:
         name: name of the set.
         x_train: images or measurements.
-        y_train: labels, int64 (N,) in ``[0, classes)``; sets of labels, int64 0 or 1 (N, classes); or finite
-            values, float32 (N,) or (N, classes).
+        y_train: labels, int64 (N,) in ``[0, classes)``; sets of labels, int64 0 or 1 (N, classes);
+            or finite values, float32 (N,) or (N, classes).
         x_test: as ``x_train``.
         y_test: as ``y_train``.
         classes: number of a network's outputs.
-        domain_train: int64 (N,) indices into ``domains``, if the samples come from several sources (such
-            as cameras or hospitals); else None.
+        domain_train: int64 (N,) indices into ``domains``, if the samples come from several sources
+            (such as cameras or hospitals); else None.
         domain_test: as ``domain_train``.
         domains: names of the sources; empty without any.
         counted: whether ``classes`` is the largest label plus one, since nobody stated it.
         notes: what was left out or replaced while the files were read, in sentences.
 
     Raises:
-        DataError: a dtype or shape is wrong, lengths differ, a split is empty, a number is not finite, or a label or
-            a domain is out of range.
+        DataError: a tensor has another form, a split is empty, or a value is out of range.
     """
 
     name: str
@@ -111,12 +110,12 @@ class Dataset:
 
     @property
     def channels(self) -> int:
-        """Return the number of channels, C: colour channels of an image, or features of a table row."""
+        """Return the number of colour channels of an image, or of features of a row."""
         return self.x_train.shape[1]
 
     @property
     def image_size(self) -> int:
-        """Return the height of an image in pixels, which is also its width; 1 for a row of a table."""
+        """Return the height of an image in pixels; 1 for a row of a table."""
         return self.x_train.shape[2] if self.x_train.ndim > 2 else 1
 
     def select(self, train: Tensor, test: Tensor, **changes: Any) -> Self:
@@ -187,7 +186,7 @@ def paths(text: str) -> list[Path]:
 
 
 def domains_of(sites: Sequence[Path], train: Sequence[int], test: Sequence[int]) -> dict[str, Any]:
-    """Return the fields of ``Dataset`` that say which samples come from which file or folder; empty for a single one.
+    """Return the fields of ``Dataset`` about domains; empty for a single file or folder.
 
     Args:
         sites: the files or folders, each of which is a domain with its name.
@@ -206,7 +205,7 @@ def domains_of(sites: Sequence[Path], train: Sequence[int], test: Sequence[int])
 
 
 def untrained_classes(data: Dataset) -> str:
-    """Name the classes without a training sample, the first ten at most; empty: there are none, or targets are no labels."""
+    """Name the classes without a training sample, the first ten at most; empty: none."""
     if kind_of(data.y_train) != LABELS:
         return ""
     missing = (torch.bincount(data.y_train, minlength=data.classes) == 0).nonzero().flatten().tolist()
@@ -214,7 +213,7 @@ def untrained_classes(data: Dataset) -> str:
 
 
 def describe(y: Tensor, classes: int) -> str:
-    """Describe the targets in words: ``10 classes``, ``3 values per sample``, ``5 labels, any of them per sample``."""
+    """Describe the targets in words: ``10 classes``, ``3 values per sample``, and so on."""
     kind = kind_of(y)
     if kind == VALUES:
         return f"{classes} value{'s' if classes > 1 else ''} per sample"

@@ -1,4 +1,4 @@
-"""Take parts of a data set: without a domain, of one domain alone, or with validation samples in place of the test split."""
+"""Take parts of a data set: without a domain, of one domain, or with validation samples."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def only_domain(data: Dataset, name: str) -> Dataset:
 
 
 def _domain(data: Dataset, name: str) -> tuple[int, Tensor, Tensor]:
-    """Return the position of ``name`` among the domains, and the domains of training and test samples."""
+    """Return the position of the domain ``name``, and the domains of both splits."""
     listed = ", ".join(data.domains) or "none: give several npz or CSV files or folders, or dataset='digits'"
     expect(name in data.domains, data.name, "", f"a domain {name!r}", listed)
     assert data.domain_train is not None
@@ -64,7 +64,7 @@ class HeldOut:
 
     Attributes:
         data: the data set. Its test split holds the validation samples.
-        parts: for each client, the indices of its remaining samples in the training split of ``data``.
+        parts: for each client, the indices of its remaining training samples in ``data``.
     """
 
     data: Dataset
@@ -72,11 +72,10 @@ class HeldOut:
 
 
 def hold_out(data: Dataset, parts: list[Indices], share: float, seed: int) -> HeldOut:
-    """Hold out ``share`` of every client's training samples, rounded, and replace the test split by them.
+    """Hold out ``share`` of every client's training samples in place of the test split.
 
     The samples are drawn at random, for each client separately, so the samples of one client do not
-    depend on the other clients. A client keeps at least two samples, or all if it has fewer. The old test split
-    is not used.
+    depend on the other clients. A client keeps at least two samples, or all if it has fewer.
 
     Args:
         data: the whole data set.

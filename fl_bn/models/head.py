@@ -9,10 +9,10 @@ Weighted = nn.Linear | _ConvNd
 
 
 def head_of(model: nn.Module) -> tuple[str, Weighted] | None:
-    """Find the head of ``model``: its last linear layer, or else (segmentation, SqueezeNet) its last convolution.
+    """Find the head of ``model``: its last linear layer, or else its last convolution.
 
-    The last layer is the last one of ``named_modules``, whose order is that in which the network's constructor sets its
-    layers. If the constructor sets the head before other such layers, the result is wrong.
+    The last layer is the last one of ``named_modules``, whose order is that in which the network's
+    constructor sets its layers. A head that is set before other such layers is not found.
 
     Returns:
         Name and module, or None if the model has no such layer.

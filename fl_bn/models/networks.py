@@ -18,9 +18,9 @@ BLOCKS = 3  # blocks of each width
 def simple_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
     """Make Simple-CNN of the HBN paper.
 
-    It has three 3x3 convolutions with 16, 32 and 64 channels. BatchNorm follows each of them, and pooling then halves the
-    image. A hidden layer of 128 units without BatchNorm follows. The first linear layer depends on the image size: it has
-    1,024 inputs at the paper's 32 pixels.
+    It has three 3x3 convolutions with 16, 32 and 64 channels. BatchNorm follows each of them, and
+    pooling then halves the image. A hidden layer of 128 units without BatchNorm follows. The first
+    linear layer depends on the image size: it has 1,024 inputs at the paper's 32 pixels.
     """
     check_size("simple-cnn", image_size, 8)
     blocks, hidden = _blocks(channels), nn.Linear(64 * (image_size // 8) ** 2, 128)
@@ -30,9 +30,10 @@ def simple_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
 def digits_cnn_small(classes: int, channels: int, image_size: int) -> nn.Module:
     """Make a small version of the FedBN paper's digits network.
 
-    It has three 3x3 convolutions with 16, 32 and 64 channels. Pooling halves the image after each of them. A hidden layer of
-    64 units follows. BatchNorm follows each of these four layers. There are 40,858 parameters for 10 classes at 16 pixels of
-    RGB. The BatchNorm after the linear layer sees one value per image and channel, so label skew affects it most.
+    It has three 3x3 convolutions with 16, 32 and 64 channels. Pooling halves the image after each
+    of them. A hidden layer of 64 units follows. BatchNorm follows each of these four layers. There
+    are 40,858 parameters for 10 classes at 16 pixels of RGB. The BatchNorm after the linear layer
+    sees one value per image and channel, so label skew affects it most.
     """
     check_size("digits-cnn-small", image_size, 8)
     blocks, hidden = _blocks(channels), _linear(64 * (image_size // 8) ** 2, 64)
@@ -53,7 +54,7 @@ def mlp(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def table_mlp(classes: int, channels: int, image_size: int) -> nn.Module:
-    """Make ``mlp`` with a BatchNorm before its first layer, which brings every column of a table to the same scale.
+    """Make ``mlp`` with a BatchNorm before its first layer, which scales a table's columns.
 
     The running statistics of that layer are the mean and variance of every column.
     """
@@ -71,7 +72,7 @@ def table_mlp(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 class BasicBlock(nn.Module):
-    """Compute two 3x3 convolutions with BatchNorm, and add a shortcut without parameters (option A).
+    """Compute two 3x3 convolutions with BatchNorm, and add a shortcut (option A).
 
     The shortcut skips pixels and pads channels with zeros.
     """
@@ -119,7 +120,7 @@ def resnet20(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def _blocks(channels: int) -> dict[str, nn.Module]:
-    """Make three convolutions, each with BatchNorm, ReLU and pooling, and flatten what they compute."""
+    """Make three convolutions with BatchNorm, ReLU and pooling, and flatten the result."""
     blocks: dict[str, nn.Module] = {}
     for number, (before, after) in enumerate(((channels, 16), (16, 32), (32, 64)), 1):
         conv = nn.Conv2d(before, after, kernel_size=3, padding=1, bias=False)

@@ -21,16 +21,17 @@ MOST_NAMES = 5  # the most names in an error
 def load_weights(model: nn.Module, path: str) -> None:
     """Load all tensors of a state_dict in a file into ``model``, by name.
 
-    Three differences are allowed. If the file's head has another shape (for the classes of pre-training), the
-    model's head keeps its initial weights. Counters (``num_batches_tracked``) may be missing. Names may have, or
-    lack, the prefixes ``module.`` (DataParallel, DistributedDataParallel) and ``_orig_mod.`` (``torch.compile``).
+    Three differences are allowed. If the file's head has another shape (for the classes of
+    pre-training), the model's head keeps its initial weights. Counters (``num_batches_tracked``)
+    may be missing. Names may have, or lack, the prefixes ``module.`` (DataParallel,
+    DistributedDataParallel) and ``_orig_mod.`` (``torch.compile``).
 
     Args:
         model: changed in place.
         path: a .pt, .pth or .safetensors file. No code in it is run.
 
     Raises:
-        ValueError: there is no such file, the file holds no state_dict, or its names or shapes are not the model's.
+        ValueError: there is no such file, or it holds no state_dict of this model.
     """
     own = model.state_dict()
     tensors = _named_as(model, _read(Path(path)))
@@ -49,7 +50,7 @@ def load_weights(model: nn.Module, path: str) -> None:
 
 
 def _named_as(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename ``tensors`` to ``model``'s own names, if the names differ only in the prefixes of wrappers."""
+    """Rename ``tensors`` to ``model``'s names, if only prefixes of wrappers differ."""
     names = plain_names(model)
     own = {plain: name for name, plain in names.items()}
     new = {name: name if name in names else own.get(name.replace("_orig_mod.", "").removeprefix("module."), name) for name in tensors}

@@ -1,4 +1,4 @@
-"""Find tasks by name: the tasks in ``TASKS``, and a task of your own as "package.module:function"."""
+"""Find tasks by name: those in ``TASKS``, and your own as "package.module:function"."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ def find_task(name: str, kind: str | None = None, modules: Modules | None = None
     """Return a task by the name that a run config has for it.
 
     Args:
-        name: one of ``TASKS``, or "auto" for one class per sample or pixel. Or a function or class of your own as
-            "package.module:function", which is called without arguments.
-        kind: kind of the data's targets (``kind_of``). None: unknown. "auto" is then classification, which declares the
-            same metrics as segmentation.
+        name: one of ``TASKS``, or "auto" for one class per sample or pixel. Or a function or class
+            of your own as "package.module:function", which is called without arguments.
+        kind: kind of the data's targets (``kind_of``). None: unknown. "auto" is then
+            classification, which declares the same metrics as segmentation.
         modules: modules that may hold a task of your own. None: any.
 
     Raises:
-        ValueError: there is no such task, the task does not learn from targets of this kind, or your own function fails or returns no Task.
+        ValueError: there is no such task, the task does not learn from targets of this kind, or
+            your own function fails or returns no Task.
     """
     if name == AUTO:
         if kind in (None, LABELS, MASKS):

@@ -1,4 +1,4 @@
-"""Compute metrics from sums that add up over batches, clients and domains (torchmetrics' merge rule), or by metric objects.
+"""Compute metrics from sums that add up over batches and clients, or by metric objects.
 
 A metric object has ``update``, ``compute`` and ``reset``, as those of torchmetrics.
 """
@@ -52,10 +52,12 @@ class MetricState:
     Attributes:
         task: the task.
         total: sum of the losses of ``count`` samples.
-        count: sum of ``task.count`` over the batches: usually the number of samples; labelled pixels for ``Segmentation``.
+        count: sum of ``task.count`` over the batches: usually the number of samples; labelled
+            pixels for ``Segmentation``.
         sums: the task's sums, by name.
         objects: the task's metric objects, by name, with the batches of this state.
-        parts: (count, values of the metric objects) of each state that ``union`` joined. Empty if this is no union.
+        parts: (count, values of the metric objects) of each state that ``union`` joined. Empty if
+            this is no union.
     """
 
     def __init__(self, task: Task, total: float = 0.0, count: int = 0, sums: Mapping[str, Tensor] | None = None) -> None:
@@ -98,7 +100,7 @@ class MetricState:
         return {"loss": self.loss, **self.task.metrics({name: value.cpu() for name, value in self.sums.items()}), **self._values()}
 
     def _values(self) -> dict[str, float]:
-        """Return name -> value of each metric object. For a union, it is the mean over the parts, weighted by their counts."""
+        """Return name -> value of each metric object, or its weighted mean over the parts."""
         if not self.objects or not self.parts:
             return compute(self.objects)
         return {name: weighted_mean([(count, values[name]) for count, values in self.parts]) for name in self.objects}
@@ -114,8 +116,8 @@ class MetricState:
     def union(cls, parts: Iterable[MetricState]) -> Self:
         """Return the state of all parts' data together.
 
-        The sums are added. The parts' mean losses, and the values of metric objects, are weighted by their
-        counts.
+        The sums are added. The parts' mean losses, and the values of metric objects, are weighted
+        by their counts.
 
         Raises:
             ValueError: there is no part, or the parts are of several tasks.
@@ -134,7 +136,7 @@ class MetricState:
 
 
 def weighted_mean(values: Sequence[tuple[int, float]]) -> float:
-    """Return the weighted mean of the finite values among pairs (weight, value); NaN if no value is finite."""
+    """Return the weighted mean of the finite values among pairs (weight, value), or NaN."""
     finite = [(weight, value) for weight, value in values if math.isfinite(value)]
     total = sum(weight for weight, _ in finite)
     return sum(weight * value for weight, value in finite) / total if total else math.nan
@@ -142,7 +144,7 @@ def weighted_mean(values: Sequence[tuple[int, float]]) -> float:
 
 @runtime_checkable
 class MetricObject(Protocol):
-    """Describe a metric over any number of batches: an object of torchmetrics, or one of your own."""
+    """Describe a metric over any number of batches: torchmetrics', or your own."""
 
     def update(self, preds: Any, target: Any, /) -> None:
         """Add a batch, with the predictions that ``Task.output`` returns and the targets."""
@@ -159,12 +161,13 @@ def extended(task: Own, loss: Callable[[Any, Any], torch.Tensor] | None = None, 
 
     Args:
         task: The task.
-        loss: A function that takes an output and the targets, and returns the mean loss over the batch. None: the loss
-            of ``task``.
+        loss: A function that takes an output and the targets, and returns the mean loss over the
+            batch. None: the loss of ``task``.
         metrics: Further metrics by name.
 
     Raises:
-        ValueError: The name of a metric is not valid, or the task already has a metric of this name.
+        ValueError: The name of a metric is not valid, or the task already has a metric of this
+            name.
     """
     made, further = copy.copy(task), {**task.objects(), **(metrics or {})}
     for name in metrics or {}:
@@ -181,7 +184,8 @@ def fresh(task: Task) -> dict[str, MetricObject]:
     """Return copies of a task's metric objects, without any batch.
 
     Raises:
-        ValueError: A metric is a class, or lacks one of the methods ``update``, ``compute`` and ``reset``.
+        ValueError: A metric is a class, or lacks one of the methods ``update``, ``compute`` and
+            ``reset``.
     """
     made = {}
     for name, metric in task.objects().items():
@@ -206,7 +210,7 @@ def update(objects: Mapping[str, MetricObject], output: Any, targets: Any) -> No
 
 
 def compute(objects: Mapping[str, MetricObject]) -> dict[str, float]:
-    """Return name -> value of every metric object; NaN where the object warns that its value is undefined.
+    """Return name -> value of every metric object; NaN where it warns that it is undefined.
 
     Raises:
         ValueError: A value is not one number.

@@ -17,14 +17,14 @@ def kind_of(targets: Tensor) -> str:
     """Return the kind of targets.
 
     Returns:
-        ``LABELS`` for int64 (N,), ``LABEL_SETS`` for int64 (N, K), ``MASKS`` for int64 (N, H, W), ``VALUES``
-        for floats (N,) or (N, D).
+        ``LABELS`` for int64 (N,), ``LABEL_SETS`` for int64 (N, K), ``MASKS`` for int64 (N, H, W),
+        ``VALUES`` for floats (N,) or (N, D).
     """
     return VALUES if targets.is_floating_point() else {1: LABELS, 2: LABEL_SETS}.get(targets.ndim, MASKS)
 
 
 def alike(task: str, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return outputs and targets in one shape: if one of them is (B, 1) and the other (B,), both become (B,).
+    """Return outputs and targets in one shape: (B,) if one is (B, 1) and the other (B,).
 
     Nothing is broadcast.
 
@@ -44,12 +44,12 @@ def alike(task: str, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Copy a batch to ``device``: a tensor, or a tuple, list or dict of tensors, which may be nested."""
+    """Copy a batch to ``device``: its tensors, in nested tuples, lists and dicts."""
     return changed(batch, lambda part: part.to(device))
 
 
 def changed(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a batch with ``change`` applied to each tensor: a tensor, or a tuple, list or dict of tensors, which may be nested."""
+    """Apply ``change`` to each tensor of a batch, in nested tuples, lists and dicts."""
     if isinstance(batch, Mapping):
         return {key: changed(value, change) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields") and not isinstance(batch, PackedSequence):
@@ -62,13 +62,14 @@ def changed(batch: Any, change: Callable[[Any], Any]) -> Any:
 def batch_size(inputs: Any, targets: Any) -> int:
     """Return the number of samples of a batch.
 
-    Targets may be a tensor (B, ...), a list with one entry per sample, or several tensors (B, ...) in a tuple, list or dict. A list
-    of tensors has one tensor per sample if its length is the number of inputs. But if every tensor has that length, each tensor covers
-    the batch.
+    Targets may be a tensor (B, ...), a list with one entry per sample, or several tensors (B, ...)
+    in a tuple, list or dict. A list of tensors has one tensor per sample if its length is the
+    number of inputs. But if every tensor has that length, each tensor covers the batch.
 
     Args:
         inputs: The inputs of the batch: tensors (B, ...), or a list with one entry per sample.
-        targets: The targets of the batch. They may also be of another form if the inputs show the number of samples.
+        targets: The targets of the batch. They may also be of another form if the inputs show the
+            number of samples.
 
     Raises:
         ValueError: Neither shows how many samples the batch has.
@@ -101,7 +102,7 @@ def one_number(loss: Any) -> Tensor:
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Yield all tensors in a batch, in order. A batch is a tensor, or a tuple, list or dict that may be nested."""
+    """Yield all tensors of a batch, in nested tuples, lists and dicts, in order."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping | tuple | list):

@@ -1,4 +1,4 @@
-"""Define the base class of tasks: a loss, metrics computed from sums, and rules for reading batches and a network's outputs."""
+"""Define the base class of tasks: a loss, metrics from sums, and how batches are read."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Task(ABC):
         name: the task's name in the run config and in messages.
         metric: name of the metric in tables and pictures.
         higher_is_better: whether a higher value of ``metric`` is better.
-        ranges: least and greatest value of every metric. A name that ends in "-" stands for a series,
-            numbered from 0. Without an entry, the range of ``metric`` is ``ANY``. Clients send only ``metric``
-            and the metrics in ``ranges``.
+        ranges: least and greatest value of every metric. A name that ends in "-" stands for a
+            series, numbered from 0. Without an entry, the range of ``metric`` is ``ANY``. Clients
+            send only ``metric`` and the metrics in ``ranges``.
         takes: kinds of targets that the task learns from (``kind_of``). Empty: any.
         target_key: key of the targets, if batches are dicts. Empty: see ``read``.
         input_keys: keys of the inputs, if batches are dicts. Empty: see ``read``.
@@ -99,16 +99,16 @@ class Task(ABC):
         """
 
     def objects(self) -> Mapping[str, Any]:
-        """Return further metrics by name: objects with ``update``, ``compute`` and ``reset``, as torchmetrics has them.
+        """Return further metrics by name: objects such as torchmetrics has (``MetricObject``).
 
-        Every evaluation makes copies of these objects. A copy's ``update`` is called for every batch, and its ``compute``
-        once. So the metric is that of all samples, not a mean over batches. Over several domains, it is the mean of the
-        domains' values, weighted by samples. By default there are no such objects.
+        Every evaluation makes copies of these objects, calls ``update`` for every batch, and
+        ``compute`` once. So the metric is that of all samples, not a mean over batches. Over
+        several domains, it is the mean of the domains' values, weighted by samples.
         """
         return {}
 
     def samples_behind(self, targets: Any) -> dict[str, int]:
-        """Return the number of samples in each metric that covers only a part of ``targets``, such as one class.
+        """Return the number of samples in each metric of a part of ``targets``, such as a class.
 
         A client withholds a metric that covers fewer samples than its site's ``min-samples``.
         """
@@ -127,10 +127,10 @@ class Task(ABC):
     def read(self, batch: Any) -> tuple[Any, Any]:
         """Split a batch into inputs and targets.
 
-        The targets of a dict are its entry ``target_key``. If the key is empty, they are the only entry called label,
-        labels, y, target, targets or mask. The inputs are the entries ``input_keys``, or all other entries. A single
-        input is returned as it is. Several inputs are returned as a dict, which ``forward`` passes to the network as
-        keyword arguments.
+        The targets of a dict are its entry ``target_key``. If the key is empty, they are the only
+        entry called label, labels, y, target, targets or mask. The inputs are the entries
+        ``input_keys``, or all other entries. A single input is returned as it is. Several inputs
+        are returned as a dict, which ``forward`` passes to the network as keyword arguments.
 
         Args:
             batch: a pair of inputs and targets, or a dict.
@@ -177,15 +177,16 @@ class Task(ABC):
     def output(self, raw: Any) -> Any:
         """Select the prediction in a network's output, for ``loss`` and ``sums``.
 
-        The prediction is the entry ``output_key`` of a tuple or dict, or an object's attribute of this name. If ``output_key`` is
-        None, it is the first entry of a tuple or the only entry of a dict. In a larger dict, it is the entry called logits or
-        out. A tensor is the prediction itself. A task whose loss needs more than the prediction overrides this method.
+        The prediction is the entry ``output_key`` of a tuple or dict, or an object's attribute of
+        this name. If ``output_key`` is None, it is the first entry of a tuple or the only entry of
+        a dict. In a larger dict, it is the entry called logits or out. A tensor is the prediction
+        itself. A task whose loss needs more than the prediction overrides this method.
 
         Args:
             raw: the network's output.
 
         Raises:
-            ValueError: no entry of a dict is known to be the prediction, or an object has no attribute ``output_key``.
+            ValueError: no entry or attribute is known to be the prediction.
         """
         if isinstance(self.output_key, str) and not isinstance(raw, Mapping | Tensor):
             if not hasattr(raw, self.output_key):
@@ -200,7 +201,7 @@ class Task(ABC):
         return raw[int(self.output_key or 0)] if isinstance(raw, tuple | list) else raw
 
     def predict(self, model: nn.Module, inputs: Any) -> Any:
-        """Return the network's prediction for the inputs of a batch: ``output(forward(model, inputs))``."""
+        """Return the network's prediction for the inputs of a batch."""
         return self.output(self.forward(model, inputs))
 
     def state(self) -> MetricState:
@@ -214,7 +215,7 @@ class Task(ABC):
 
     @classmethod
     def scale(cls, metric: str = "") -> float:
-        """Return the factor for tables and pictures: 100 (percent) for a metric whose range is 0 to 1, else 1.
+        """Return the factor for tables: 100 (percent) for a metric of the range 0 to 1, else 1.
 
         Args:
             metric: the metric's name. Empty: ``cls.metric``.
@@ -223,10 +224,10 @@ class Task(ABC):
 
     @classmethod
     def format_metric(cls, value: float) -> str:
-        """Format a value of ``metric`` for a log: as ``51.2%`` if it is a share, else as ``0.3456``."""
+        """Format a value of ``metric`` for a log: ``51.2%`` of a share, else ``0.3456``."""
         return f"{value:.1%}" if cls.scale() == 100 else f"{value:.4g}"
 
     @classmethod
     def worst(cls) -> str:
-        """Return the name of the function that finds the worst of several clients' values: ``min``, or ``max`` if lower is better."""
+        """Return ``min``, or ``max`` if lower is better: of several values, this is the worst."""
         return "min" if cls.higher_is_better else "max"
