@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import logging
 import sys
+import traceback
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -89,6 +90,15 @@ def identify(run_id: int) -> None:
 def simulates(grid: Any) -> bool:
     """Return whether ``grid`` is that of Flower's simulation, in which clients share a machine's workers."""
     return type(grid).__name__ == "InMemoryGrid"
+
+
+def has_ended(grid: Any) -> bool:
+    """Return whether the simulation behind ``grid`` has ended before its ServerApp.
+
+    Flower gives no other sign than that no thread of this process is in its engine any more.
+    """
+    stacks = [traceback.walk_stack(top) for top in sys._current_frames().values()] if simulates(grid) else []
+    return bool(stacks) and not any(frame.f_code.co_name == "start_vce" for stack in stacks for frame, _ in stack)
 
 
 def repeat_cancelled(invoker: Any) -> None:

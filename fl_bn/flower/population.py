@@ -17,7 +17,7 @@ from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.schema import COMPARE, START
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.federation.values import Reply, nbytes, to_numpy
-from fl_bn.flower.compat import log, simulates
+from fl_bn.flower.compat import log
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.wire.codec import OURS, add_to_config, tensors_of, to_record
 from fl_bn.flower.wire.messages import ASK_HELLO, HELLO, client_differs, greeting
@@ -28,7 +28,6 @@ from fl_bn.support.wire import WireError, printable, reason
 
 POLICY = "NotAllowed: "  # begins the error of a site whose policy refuses the run
 POLL = 0.2  # seconds between two looks at who is there
-ENDED = "In a simulation, an error of Flower's own is in the log above: more num-cpus or num-gpus than there are, or client_app.py"
 WITHOUT = "To go on without it, set min-sites to the number of sites that suffice"
 NO_HANDLER = "the ClientApp has no handler for fl-bn's introduction: add fl_bn.flower.answer(app, Net, method, batches) to client_app.py"
 
@@ -138,8 +137,6 @@ class Population:
 
     def _too_few(self, here: int, needed: int) -> str:
         wait = self.policy.wait
-        if not self.clients and not self._claims and not self._refused and simulates(self.grid):
-            return f"no client answered within {wait:.0f} s. {ENDED}"
         if self.least:
             if here >= self.least:
                 votes = sorted(Counter(client.clients for client in self._claims.values()).items())

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from flwr.app import Context, Message
+from flwr.app import Context, Message, MetricRecord
 from flwr.client import NumPyClient
 from flwr.server import ServerAppComponents, ServerConfig
 from flwr.server.strategy import FedAvg
@@ -115,7 +115,7 @@ def test_h_a_simulation_that_has_ended_ends_the_run(monkeypatch: pytest.MonkeyPa
     for module in ("wire.messaging", "population"):  # so that it waits, as for any other grid
         monkeypatch.setattr(f"fl_bn.flower.{module}.InProcessGrid", type(None))
     with pytest.raises(RunFailed, match="num-gpus"):
-        FBN(own_net()).start(InMemoryGrid(own_app("fbn"), CLIENTS, {}), num_rounds=1, timeout=1)
+        FBN(own_net()).start(InMemoryGrid(own_app("fbn"), CLIENTS, {}), num_rounds=1)
 
 
 # What clients say, and what is printed
@@ -181,6 +181,19 @@ def test_l_the_far_client_is_named_and_a_defence_shows_the_median(
     assert f"client 0 says a loss of {lies[0]:.4g}" in caplog.text
     if defence is not None and len(lies) == 1:
         assert record.loss == pytest.approx(0.7)
+
+
+def test_p_one_name_for_one_number_and_flower_s_summary_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    app = own_app("fbn", evaluated=lambda loss, client: {"loss": loss, "num-examples": 8})
+    result = run(app, FBN, rounds=1, evaluate_fn=lambda number, arrays: MetricRecord({"central": float(number)}))
+    told = [record.getMessage().strip() for record in caplog.records]
+    (line,) = [line for line in told if line.startswith("[round 1/1]")]
+    assert f" loss {result.records[0].loss:.4f} " in line
+    assert f" test-loss {result.evaluate_metrics_clientapp[1]['loss']:.4g} " in line
+    assert line.count(" loss ") == 1
+    end = [line.strip() for line in str(result).splitlines()]
+    assert told[-len(end) :] == end
+    assert "'central': '1.0000e+00'" in " ".join(end)
 
 
 INVISIBLE = [*"\u200b\u202e\u2066\u3164\u034f\ufe0f\u2800\u00ad\uffa0", "\U000e0100"]

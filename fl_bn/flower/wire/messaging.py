@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 
 from fl_bn.federation.replies import Expected
 from fl_bn.federation.values import Payload, Reply
-from fl_bn.flower.compat import log, simulates
+from fl_bn.flower.compat import has_ended, log, simulates
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.wire.codec import Header, decoded, header_of, our_records, their_records
 from fl_bn.support.client_names import UNNAMED, ClientNames
@@ -31,8 +31,9 @@ UNREADABLE = 0  # Flower's error code for all other errors
 EXPIRED = 3  # the code of an error for a message whose time to live is over, which is the time until the deadline
 NEAR = 2.0  # seconds before the deadline; a message that expires after that only means that its reply is late
 POLL = 0.2  # seconds between two checks for replies; Flower's own loop over gRPC waits 3
-LOOK = 2.0  # seconds between two checks for lost nodes
+LOOK = 2.0  # seconds between two checks for lost nodes, and for a simulation that has ended
 FEW = 8  # the most replies to fetch at a time, since each is freed after use
+ENDED = "Flower's simulation has ended: its own error is in the log above (more num-cpus or num-gpus than there are? client_app.py?)"
 SAY = 60.0  # seconds between two lines of the log that say how many replies have come
 
 
@@ -137,7 +138,10 @@ class Mailbox:
         self.died: set[int] = set()  # nodes whose process died on this message
 
     def replies(self, messages: list[Message]) -> Iterator[Message]:
-        """Send the messages, and yield the replies, or errors of lost nodes, until the time is over."""
+        """Send the messages, and yield the replies, or errors of lost nodes, until the time is over.
+
+        If the simulation with the clients has ended, ``RunFailed`` is raised.
+        """
         self._push(messages)
         looked = logged = time.monotonic()
         while (self.waiting or self.lost) and time.monotonic() < self.end:
@@ -147,6 +151,8 @@ class Mailbox:
                 time.sleep(POLL)
             if (now := time.monotonic()) - looked >= LOOK:
                 looked = now
+                if has_ended(self.grid):
+                    raise RunFailed(ENDED)
                 yield from self._ask_again()
             if now - logged >= SAY:
                 logged, kind, here = now, messages[0].metadata.message_type, len(messages) - len(self.waiting) - len(self.lost)
