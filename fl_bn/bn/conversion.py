@@ -1,7 +1,4 @@
-"""Replace a torch model's BatchNorm layers by the layers of a method (FedBN, HBN, ...).
-
-``check_complete``, ``_wrong_layer`` and ``_wrong_tensors`` list what cannot be converted.
-"""
+"""Replace a torch model's BatchNorm layers by the layers of a method (FedBN, HBN, ...)."""
 
 from __future__ import annotations
 
@@ -23,12 +20,12 @@ if TYPE_CHECKING:  # methods name layers of this package
     from fl_bn.methods.method import Method
 
 TRAVEL = (torch.float16, torch.float32, torch.float64)
-"""Dtypes of the floating-point tensors that a message may hold."""
+"""Floating-point dtypes that a message may hold."""
 ATTRIBUTES = ("frozen", "held_with_affine", "observation", "refills", "mixing_logit", "then")
-"""Names of attributes that fl-bn uses in a BatchNorm layer."""
+"""Attributes that fl-bn uses in a BatchNorm layer."""
 RUNNING = ("running_mean", "running_var")
 TENSORS = ("weight", "bias", *RUNNING, "num_batches_tracked")
-"""Names of the tensors of torch's BatchNorm."""
+"""Tensors of torch's BatchNorm."""
 
 
 def _refuse(reasons: Iterable[str], where: str = "") -> None:
@@ -41,7 +38,7 @@ def _named(name: str, layer: nn.Module) -> str:
 
 
 def _wrong_layer(layer: nn.Module, method: Method) -> Iterator[str]:
-    """Yield what is wrong with a layer of the given network, under ``method``."""
+    """Yield what is wrong with a layer of the network, under ``method``."""
     if type(layer).__module__.startswith("torch.ao.") and hasattr(layer, "calculate_qparams"):
         yield "the ranges of torch.ao's observers cannot be averaged: train before prepare_qat, and quantise afterwards"
     if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
@@ -99,19 +96,20 @@ def _wrong_tensors(model: nn.Module, method: Method) -> Iterator[str]:
 
 
 def convert(model: nn.Module, method: Method) -> nn.Module:
-    """Copy a model, and replace its BatchNorm layers, found by type, by those of ``method``.
+    """Copy a model, and replace its BatchNorm layers by those of ``method``.
 
     >>> from fl_bn import convert, methods
     >>> convert(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), methods.hbn())[1].__class__.__name__
     'HybridBatchNorm'
 
     Args:
-        model: any torch network. It is not changed.
-        method: the result of a constructor in ``fl_bn.methods``, such as ``methods.hbn()``.
+        model: a torch network. It is not changed.
+        method: for example ``methods.hbn()``.
 
     Raises:
-        Unconvertible: replacing a layer would change what the network computes, or a tensor cannot be sent.
-        UnknownTensor: a norm layer holds a tensor that is unknown to fl-bn.
+        Unconvertible: the network would compute something else, or a tensor cannot be
+            sent.
+        UnknownTensor: fl-bn does not know a tensor of a norm layer.
         TypeError: ``model`` is no network, or ``method`` is no method.
     """
     check_kinds(model, method)
@@ -141,7 +139,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
 
 
 def check_converted(model: nn.Module, method: Method) -> None:
-    """Raise ValueError unless a client's network has the BatchNorm layers of ``method``."""
+    """Raise ValueError unless a client's network has the layers of ``method``."""
     layers = batch_norms(model)
     if not layers:
         return
@@ -175,7 +173,7 @@ def check_complete(model: nn.Module) -> None:
 
 
 def _replacement(module: nn.Module, method: Method) -> nn.Module:
-    """Make the layer that replaces ``module``. Return ``module`` itself if it stays."""
+    """Return the layer that replaces ``module``, or ``module`` itself."""
     kind = kind_of(module)
     layer = module
     if kind is not None and kind.convert is not None:

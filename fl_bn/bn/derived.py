@@ -1,7 +1,8 @@
-"""Recompute buffers of layers that compute weights: spectral norm, parametrizations.
+"""Recompute buffers of layers that compute weights (spectral norm, parametrizations).
 
-Spectral norm divides a weight by its largest singular value. Every training pass improves its buffers ``u`` and
-``v`` by a power iteration. Their average does not belong to the averaged weight, so the server computes them.
+Spectral norm divides a weight by its largest singular value. Every training pass improves
+its buffers ``u`` and ``v``. Their average does not belong to the averaged weight, so the
+server computes them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def derivation(module: nn.Module) -> str:
 
 @torch.no_grad()
 def recompute(model: nn.Module) -> None:
-    """Compute the buffers of ``model`` that follow from its weights (``Role.RECOMPUTED``), in place."""
+    """Compute in place the buffers of ``model`` that follow from its weights."""
     computed = {name for name, role in roles(model).items() if role is Role.RECOMPUTED}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -64,10 +65,7 @@ def _given_to(chain: ParametrizationList, place: int) -> Tensor:
 
 
 def _iterate(weight: Tensor, u: Tensor, v: Tensor, eps: float) -> None:
-    """Improve the singular vectors ``u`` and ``v`` of ``weight``, in place, by power iteration.
-
-    It ends when ``u`` no longer changes, or after ``MOST_STEPS`` steps.
-    """
+    """Improve ``u`` and ``v`` of ``weight``, in place, by at most ``MOST_STEPS`` power iterations."""
     still = 8 * torch.finfo(weight.dtype).eps
     for _ in range(MOST_STEPS):
         before = u.clone()
@@ -78,9 +76,10 @@ def _iterate(weight: Tensor, u: Tensor, v: Tensor, eps: float) -> None:
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool = False) -> None:
-    """Load ``tensors`` into ``model``, in place, by ``load_state_dict``, with its errors.
+    """Load ``tensors`` into ``model``, in place, by ``load_state_dict``.
 
-    The version numbers of ``model``'s own state_dict are added, which some modules need (torchvision's MNASNet).
+    Some modules (torchvision's MNASNet) need the version numbers of ``model``'s own
+    state_dict.
     """
     state: Any = OrderedDict(tensors)
     state._metadata = getattr(model.state_dict(), "_metadata", None)
@@ -88,21 +87,21 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool =
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
-    """Map the names in ``model``'s state_dict to those in the network without wrappers.
+    """Map the names in ``model``'s state_dict to those without wrappers.
 
-    These lack ``module.`` of DataParallel and DistributedDataParallel, and ``_orig_mod.`` of ``torch.compile``. A
-    user's own submodule called ``module`` stays.
+    These lack ``module.`` (DataParallel) and ``_orig_mod.`` (``torch.compile``). A user's
+    own submodule called ``module`` stays.
     """
     return {name: _plain(model, name) for name in model.state_dict()}
 
 
 def full_names(model: nn.Module) -> dict[str, str]:
-    """Map the names of the modules of ``unwrapped``'s result to their names in ``model``."""
+    """Map module names in ``unwrapped``'s result to their names in ``model``."""
     return {_plain(model, name): name for name, _ in model.named_modules()}  # a wrapper comes before its content, which counts
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Replace each wrapper in ``model`` by its content, in place, and return what is left."""
+    """Replace each wrapper in ``model`` by its content, in place. Return the result."""
     while inner := _wrapped(model):
         model = getattr(model, inner)
     for name, child in model.named_children():
@@ -121,7 +120,7 @@ def _plain(model: nn.Module, name: str) -> str:
 
 
 def _wrapped(module: nn.Module) -> str:
-    """Return the attribute in which a wrapper holds its network; empty for other modules."""
+    """Return the attribute that holds a wrapper's network, or an empty text."""
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return "module"
     return "_orig_mod" if type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules else ""

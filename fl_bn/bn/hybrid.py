@@ -1,22 +1,23 @@
-"""Normalise a training batch as HBN does: in plain operations, or by torch's fused kernels.
+"""Normalise a training batch as HBN does, in plain operations or fused kernels.
 
-In one channel, a batch has ``n`` values with mean ``mu`` and variance ``var``. The shared mean and variance are ``M`` and ``V``.
-With ``a = sigmoid(logit)``, HBN computes
+In one channel, a batch has ``n`` values with mean ``mu`` and variance ``var``. ``M`` and
+``V`` are the shared ones. With ``a = sigmoid(logit)``, HBN computes
 
     m = a mu + (1 - a) M        v = a var + (1 - a) V        r = 1 / sqrt(v + eps)        y = (x - m) r weight + bias
 
-With the upstream gradient ``g``, ``S = sum g`` and ``D = sum g (x - m)``, the chain rule gives
+With the upstream gradient ``g``, ``S = sum g`` and ``D = sum g (x - m)``, it follows that
 
     dbias = S        dweight = r D        dm = -r weight S        dv = -r^3 weight D / 2
     dlogit = a (1 - a) (dm (mu - M) + dv (var - V)) = (1 - a) (dm (m - M) + dv (v - V))
     dx = r weight g + (a / n) (dm + 2 dv (x - mu))
 
-BatchNorm's own backward kernel, called with the mean ``m``, an inverse standard deviation ``q`` and a weight ``u``, returns ``S``,
-``q D`` and
+Called with mean ``m``, inverse standard deviation ``q`` and weight ``u``, BatchNorm's own
+backward kernel returns ``S``, ``q D`` and
 
     q u (g - S / n - (x - m) q^2 D / n)
 
-With ``q = sqrt(a) r`` and ``u = weight / sqrt(a)`` this is ``dx`` up to a constant per channel, because ``a (mu - m) = (1 - a) (m - M)``:
+With ``q = sqrt(a) r`` and ``u = weight / sqrt(a)`` this is ``dx`` up to a constant per
+channel, as ``a (mu - m) = (1 - a) (m - M)``:
 
     dx = kernel - (1 - a) (dm + 2 dv (m - M)) / n
 """
@@ -36,34 +37,34 @@ Affine = tuple[Tensor | None, Tensor | None]
 
 
 def mixture(mix_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Mix the moments of a batch, (C,) each, with the shared statistics (HBN, equation 9).
+    """Mix a batch's moments with the shared statistics, all (C,) (HBN, equation 9).
 
-    ``mix_C`` is the weight of the batch, from 0 to 1.
+    ``mix_C`` is the batch's weight, from 0 to 1.
     """
     return torch.lerp(shared[0], batch[0], mix_C), torch.lerp(shared[1], batch[1], mix_C)
 
 
 def normalise(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor], eps: float) -> Tensor:
-    """Normalise a batch with the mixture of its moments and the shared statistics, by fused kernels.
+    """Normalise ``x`` by fused kernels with the mixture of its moments and the shared statistics.
 
-    All tensors but ``x`` have one dtype, float32 or float64. ``batch`` depends on ``x``, and the gradient for
-    ``x`` respects that. Inside ``torch.func`` and ``torch.compile`` use ``plain``.
+    Tensors but ``x`` are all float32 or all float64. The gradient for ``x`` respects that
+    ``batch`` depends on it. Inside ``torch.func`` and ``torch.compile`` use ``plain``.
 
     Args:
         x: a batch (B, C, *).
-        affine: weight and bias, (C,) each, or None.
-        logit_C: mixing logits (C,), before the sigmoid.
-        shared: shared mean and variance, (C,) each.
-        batch: mean and biased variance of ``x``, (C,) each, detached from autograd's graph.
-        eps: added to the variance before the square root.
+        affine: weight and bias, (C,) each or None.
+        logit_C: mixing logits, before the sigmoid.
+        shared: mean and variance, (C,) each.
+        batch: mean and biased variance of ``x``, (C,) each, detached.
+        eps: added to the variance.
     """
     return _Normalise.apply(x, *affine, logit_C, *shared, *batch, eps)  # type: ignore[no-any-return]
 
 
 def plain(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor], eps: float) -> Tensor:
-    """Compute ``normalise`` in plain operations, for ``torch.func``, ``torch.compile`` and second derivatives.
+    """Compute ``normalise`` in plain operations, also for second derivatives.
 
-    The arguments are those of ``normalise``, but ``batch`` is still in autograd's graph.
+    Unlike there, ``batch`` is still in autograd's graph.
     """
     weight_C, bias_C = affine
     mean_C, var_C = mixture(torch.sigmoid(logit_C), shared, batch)
@@ -118,7 +119,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _second_order(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
-    """Compute the gradient by ``plain``, so that it can be differentiated again."""
+    """Compute the gradient by ``plain``, which can be differentiated again."""
     own: list[Any] = [tensor if tensor is None else tensor.view_as(tensor) for tensor in ctx.saved_tensors]
     x, weight_C, bias_C, logit_C, shared_mean_C, shared_var_C = own
     y = plain(x, (weight_C, bias_C), logit_C, (shared_mean_C, shared_var_C), channel_moments(x), ctx.eps)

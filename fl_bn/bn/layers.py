@@ -1,9 +1,10 @@
-"""Define BatchNorm layers: one class for each way of normalising a training batch.
+"""Define BatchNorm layers: one class per way of normalising a training batch.
 
-In evaluation, all are plain BatchNorm. What is frozen and which ``Observation`` records inputs are
-attributes, which a training loop does not change by ``train()`` or by removing hooks.
+In evaluation, all are plain BatchNorm. ``frozen`` and ``observation`` are attributes,
+which a training loop does not change by ``train()`` or by removing hooks.
 
-The layers take inputs of 0 to 3 spatial dimensions, as the replaced layer does, with channels at dimension 1.
+Inputs have 0 to 3 spatial dimensions, as in the replaced layer, and channels at dimension
+1.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class OwnBatchNorm(Composed, _BatchNorm):
-    """Serve as the abstract base of this project's BatchNorm layers.
+    """Base of this project's BatchNorm layers.
 
     Attributes:
-        frozen: whether the layer normalises with its running statistics and does not update them, whatever
-            ``model.train()``, ``layer.train()`` and ``layer.training = True`` do.
-        observation: the ``Observation`` that records the layer's inputs, if any. A copy of the layer has none.
-        refills: whether ``reset_running_stats`` was called (by ``torch.optim.swa_utils.update_bn``, say). In training,
-            the layer is then torch's BatchNorm, and gets the statistics of the data, up to the next round.
+        frozen: whether the layer normalises with its running statistics and does not
+            update them, also in training mode.
+        observation: records the layer's inputs, if any. Copies have none.
+        refills: whether ``reset_running_stats`` was called (by ``update_bn``, say).
+            Training then works as in torch's BatchNorm, up to the next round.
     """
 
     frozen = refills = False
@@ -41,7 +42,7 @@ class OwnBatchNorm(Composed, _BatchNorm):
 
     @property
     def training(self) -> bool:
-        """Return whether the layer normalises as in training. A frozen one does only if it ``refills``."""
+        """Return whether the layer normalises as in training. If frozen, only when it ``refills``."""
         return bool(self.__dict__["training"]) and (self.refills or not self.frozen)
 
     @training.setter
@@ -49,28 +50,29 @@ class OwnBatchNorm(Composed, _BatchNorm):
         self.__dict__["training"] = mode
 
     def reset_running_stats(self) -> None:
-        """Set mean 0 and variance 1. In training, the layer then measures as torch's BatchNorm."""
+        """Set mean 0 and variance 1. Training then measures as torch's BatchNorm does."""
         super().reset_running_stats()
         self.refills = True
 
     def reset_parameters(self) -> None:
-        """Set statistics and affine parameters to initial values, and end ``refills``."""
+        """Set statistics and affine parameters to initial values; end ``refills``."""
         super().reset_parameters()
         vars(self).pop("refills", None)
 
 
 class FrozenBatchNorm(OwnBatchNorm):
-    """Normalise with the running statistics, even in training. ``freeze_statistics`` gives layers this class."""
+    """Normalise with the running statistics, even in training."""
 
     frozen = True
 
 
 class SharedNorm(OwnBatchNorm):
-    """Serve as the abstract base of layers that normalise training batches unlike torch.
+    """Base of layers that normalise training batches unlike torch.
 
     Attributes:
-        then: names of submodules that the layer calls on its output, in this order, such as an activation.
-        held_with_affine: whether the statistics count as frozen if the affine parameters are (``frozen_affine``).
+        then: names of submodules (an activation, say) that the layer calls in turn on its
+            output.
+        held_with_affine: whether statistics count as frozen if the affine parameters are.
     """
 
     then: tuple[str, ...] = ()
@@ -81,10 +83,10 @@ class SharedNorm(OwnBatchNorm):
 
     @classmethod
     def from_batch_norm(cls, layer: _BatchNorm) -> Self:
-        """Make a layer of this class with the tensors, mode, hooks and attributes of ``layer``.
+        """Make a layer of this class from ``layer``, with its tensors, mode, hooks and attributes.
 
         Raises:
-            Unconvertible: ``layer`` has no running statistics, or their cumulative average (``momentum=None``).
+            Unconvertible: ``layer`` has no running statistics, or ``momentum=None``.
         """
         if layer.running_mean is None or layer.momentum is None:
             raise Unconvertible(
@@ -96,14 +98,14 @@ class SharedNorm(OwnBatchNorm):
         return new
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input`` (B, C, *), then call the submodules of ``then`` on the result."""
+        """Normalise ``input`` (B, C, *), then call the submodules of ``then``."""
         y = _BatchNorm.forward(self, input) if self.refills else self.normalised(input)
         for name in self.then:
             y = getattr(self, name)(y)
         return y
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` (B, C, *) with the subclass's statistics, then scale and shift it."""
+        """Normalise ``x`` (B, C, *) with the subclass's statistics, scale and shift."""
         raise NotImplementedError
 
     def check_input(self, x: Tensor) -> None:
@@ -111,18 +113,18 @@ class SharedNorm(OwnBatchNorm):
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
 
     def normalise_shared(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` (B, C, *) with the running statistics, which are constants without gradient."""
+        """Normalise ``x`` (B, C, *) with the running statistics, without their gradient."""
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
 
 
 class FederatedBatchNorm(SharedNorm):
-    """Normalise with the shared running statistics, also in training (FBN, Algorithm 2, line 3).
+    """Normalise with shared running statistics, also in training (FBN, Algorithm 2, line 3).
 
-    The statistics are constants during a round. ``observe`` records the moments of the training batches.
+    They are constant during a round. ``observe`` records the batches' moments.
     """
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` (B, C, *) with the shared statistics, then scale and shift it."""
+        """Normalise ``x`` (B, C, *) with the shared statistics, scale and shift."""
         self.check_input(x)
         if self.observation is not None:
             self.observation(self, x)
@@ -133,11 +135,11 @@ _OWN = ("weight", "bias", "mixing_logit", "running_mean", "running_var")
 
 
 class HybridBatchNorm(SharedNorm):
-    """Normalise with a learnable mixture of batch and shared statistics (HBN, equations 9 and 10).
+    """Normalise with a learnable mixture of batch and shared statistics (HBN, equations 9, 10).
 
-    In training, ``mean = a * batch + (1 - a) * shared`` with ``a = sigmoid(mixing_logit)``, the paper's
-    distribution factor, and the same for the (biased) variance. Gradients flow through the batch statistics and
-    ``a``. In evaluation the layer uses the shared statistics alone.
+    In training, ``mean = a * batch + (1 - a) * shared`` with ``a =
+    sigmoid(mixing_logit)``, and the same for the (biased) variance. Gradients flow
+    through the batch statistics and ``a``. Evaluation uses the shared statistics alone.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -146,9 +148,9 @@ class HybridBatchNorm(SharedNorm):
 
     @classmethod
     def from_batch_norm(cls, layer: _BatchNorm, fixed: float | None = None) -> Self:
-        """Make a layer with mixing logits, and the tensors, mode, hooks and attributes of ``layer``.
+        """Make a layer with mixing logits from ``layer``.
 
-        The value of the mixing logits is ``fixed``, and then they do not learn. None: they start at 0 and learn.
+        ``fixed`` mixing logits do not learn. None: they start at 0 and learn.
         """
         new = super().from_batch_norm(layer)
         new._mix(fixed)
@@ -158,7 +160,7 @@ class HybridBatchNorm(SharedNorm):
         self.mixing_logit = nn.Parameter(torch.full_like(self.running_mean, fixed or 0.0), requires_grad=fixed is None)
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` (B, C, *) with the mixture in training, else with the shared statistics."""
+        """Normalise ``x`` (B, C, *) with the mixture; in evaluation, with the shared statistics."""
         self.check_input(x)
         if not self.training:
             if self.observation is not None:
@@ -179,23 +181,23 @@ class HybridBatchNorm(SharedNorm):
         return (plain if transformed else normalise)(x, (weight, bias), logit, (mean, var), batch, self.eps)
 
     def _own(self) -> list[Any]:
-        """Return the tensors that ``_OWN`` names, faster than by the module's attributes."""
+        """Return the tensors of ``_OWN``, faster than by the module's attributes."""
         tensors = {**self._parameters, **self._buffers}
         return [tensors[name] if name in tensors else getattr(self, name) for name in _OWN]
 
     @torch.no_grad()
     def normaliser(self, batch: Moments) -> Moments:
-        """Return what normalises a training batch of moments ``batch`` (HBN, equation 9)."""
+        """Return what normalises a batch of moments ``batch`` (HBN, equation 9)."""
         shared = (self.running_mean.double(), self.running_var.double())
         return Moments(batch.count, *mixture(torch.sigmoid(self.mixing_logit.double()), shared, (batch.mean, batch.var)))
 
 
 CONSTANT = (FederatedBatchNorm, HybridBatchNorm)
-"""Layers whose running statistics stay as the server sent them in every round."""
+"""Layers whose running statistics stay as the server sent them."""
 
 
 class InstanceNorm(nn.GroupNorm):
-    """Normalise every channel of every instance by itself, without running statistics."""
+    """Normalise every channel of every instance, without running statistics."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise every channel of every instance of ``x`` (B, C, *)."""
@@ -208,12 +210,12 @@ class InstanceNorm(nn.GroupNorm):
 
 
 class Followed(Composed):
-    """Call submodules, such as an activation, on the output of a layer of any class."""
+    """Call submodules, such as an activation, on a layer's output."""
 
     then: tuple[str, ...] = ()
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Call the layer, then the submodules of ``then``, each on the last output."""
+        """Call the layer, then the submodules of ``then`` in turn."""
         y = super().forward(*args, **named)
         for name in self.then:
             y = getattr(self, name)(y)
@@ -221,12 +223,12 @@ class Followed(Composed):
 
 
 def followed(layer: M, source: nn.Module, then: tuple[str, ...]) -> M:
-    """Make ``layer`` call submodules of ``source`` on its output, which ``source`` calls, too.
+    """Make ``layer`` call on its output those submodules that ``source`` calls.
 
     Args:
-        layer: the new layer. It is changed in place.
-        source: the layer that ``layer`` replaces.
-        then: names of these submodules, in the order of the calls. Empty: nothing is changed.
+        layer: the new layer, changed in place.
+        source: the layer that it replaces.
+        then: names of the submodules in turn; may be empty.
     """
     if not then:
         return layer
@@ -243,9 +245,9 @@ def followed(layer: M, source: nn.Module, then: tuple[str, ...]) -> M:
 
 
 def group_norm(layer: _BatchNorm, groups: int, kind: type[nn.GroupNorm] = nn.GroupNorm) -> nn.GroupNorm:
-    """Make a GroupNorm of class ``kind`` with the affine parameters, dtype and device of ``layer``.
+    """Make a GroupNorm of class ``kind`` with ``layer``'s affine parameters, dtype and device.
 
-    ``groups`` is the number of groups of channels; 0: one group per channel.
+    ``groups`` 0 means one group per channel.
 
     Raises:
         Unconvertible: ``groups`` does not divide the number of channels.
@@ -257,7 +259,7 @@ def group_norm(layer: _BatchNorm, groups: int, kind: type[nn.GroupNorm] = nn.Gro
 
 
 def in_place_of(new: M, layer: _BatchNorm) -> M:
-    """Give ``new`` the scale, shift, hooks and mode of ``layer``, but no parameter of another shape."""
+    """Give ``new`` the scale, shift, hooks and mode of ``layer``, where shapes agree."""
     for key in ("weight", "bias"):
         theirs, own = getattr(layer, key), getattr(new, key)
         if theirs is None:  # with torch's BatchNorm(bias=False), only the bias is missing
@@ -271,11 +273,11 @@ def in_place_of(new: M, layer: _BatchNorm) -> M:
 
 
 def freeze_statistics(model: nn.Module, frozen: bool = True, layers: Container[str] | None = None) -> None:
-    """Freeze the running statistics of BatchNorm layers, or end the freeze, in place.
+    """Freeze BatchNorm layers' running statistics, or end the freeze, in place.
 
-    A frozen layer trains with its running statistics and does not update them (FixBN, stage II), whatever
-    ``model.train()`` does. Affine parameters still learn. ``layers`` are those to freeze, by default all. The
-    freeze of all others ends, and every layer's ``refills``.
+    A frozen layer trains with its running statistics and does not update them (FixBN,
+    stage II), whatever ``model.train()`` does. Affine parameters still learn. ``layers``
+    freeze, by default all. The freeze of the others ends, and every layer's ``refills``.
     """
     for name, layer in batch_norms(model).items():
         if isinstance(layer, OwnBatchNorm):
@@ -294,5 +296,5 @@ def freeze_statistics(model: nn.Module, frozen: bool = True, layers: Container[s
 
 
 def mixes_samples(layer: _BatchNorm) -> bool:
-    """Return whether ``layer`` at present normalises a sample with statistics of its batch."""
+    """Return whether ``layer`` now normalises a sample with its batch's statistics."""
     return not isinstance(layer, FederatedBatchNorm) and (layer.training or layer.running_mean is None)

@@ -1,7 +1,7 @@
-"""Find and copy the modules of a network, and keep parts of it in evaluation mode in training.
+"""Find and copy a network's modules, and keep parts in evaluation mode in training.
 
-Fine-tuning recipes hold a backbone so: by ``net.train(); net.backbone.eval()`` before the network is given
-to fl-bn, or by a class that overrides ``train()``.
+Fine-tuning recipes freeze a backbone so: by ``net.train(); net.backbone.eval()`` before
+fl-bn gets it, or by an own ``train()``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _visit(modules: Mapping[str, nn.Module | None], prefix: str, found: dict[nn.Module, str]) -> None:
-    """Add ``modules`` and all modules in them to ``found``, by full names from ``prefix`` on."""
+    """Add ``modules`` and all modules in them to ``found``, by full names."""
     for key, module in modules.items():
         if module is not None and module not in found:
             found[module] = name = prefix + key
@@ -41,12 +41,10 @@ def _visit(modules: Mapping[str, nn.Module | None], prefix: str, found: dict[nn.
 def copied(model: M) -> M:
     """Copy a network deeply.
 
-    ``copy.deepcopy`` refuses tensors that a computation made, such as those of ``nn.utils.weight_norm``. The copy
-    gets them as constants. A tensor whose entries share memory (``expand``) becomes writable. Functions are not
-    copied: a lambda in an attribute calls the original network (docs/how-to/network.md).
-
-    Raises:
-        Unconvertible: The network cannot be copied.
+    ``copy.deepcopy`` refuses computed tensors, such as those of ``nn.utils.weight_norm``.
+    The copy has them as constants. A tensor whose entries share memory (``expand``)
+    becomes writable. Functions are not copied: a lambda in an attribute calls the
+    original network.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -75,14 +73,14 @@ def _tensors(value: object, depth: int = 4) -> Iterator[Tensor]:
 
 
 def remember_modes(model: nn.Module) -> None:
-    """Mark the parts of a training ``model`` that are in evaluation mode. A copy keeps the marks."""
+    """Mark what is in evaluation mode in a training ``model``. Copies keep the marks."""
     for module in named_modules(model).values():
         if model.training and not module.training:
             setattr(module, MARK, True)
 
 
 def train_mode(model: nn.Module) -> None:
-    """Put ``model`` into training mode by its ``train()``, but for what ``remember_modes`` marked."""
+    """Call ``model.train()``, but keep evaluation mode where ``remember_modes`` marked it."""
     model.train()
     for module in named_modules(model).values():
         if MARK in vars(module):
@@ -90,10 +88,10 @@ def train_mode(model: nn.Module) -> None:
 
 
 def frozen_affine(model: nn.Module) -> set[str]:
-    """Return the FBN, HBN and Static BN layers whose affine parameters the owner has frozen.
+    """Return the FBN, HBN and Static BN layers whose affine parameters are frozen.
 
-    The running statistics of these layers count as frozen, too. A layer without affine parameters counts as
-    frozen if all parameters of the nearest module around it that has any are frozen.
+    Their running statistics count as frozen, too. For a layer without affine parameters,
+    those of the nearest module around it that has any count.
     """
     modules = named_modules(model)
     return {name for name, layer in modules.items() if getattr(layer, "held_with_affine", False) and _is_frozen(name, modules)}
@@ -110,7 +108,7 @@ def _is_frozen(name: str, modules: Mapping[str, nn.Module]) -> bool:
 
 @contextmanager
 def kept_modes(model: nn.Module) -> Iterator[None]:
-    """Restore the modes of all modules of ``model`` at the end of the ``with`` block."""
+    """Restore all modes of ``model`` at the end of the ``with`` block."""
     modes = {module: module.training for module in model.modules()}
     try:
         yield
@@ -120,9 +118,9 @@ def kept_modes(model: nn.Module) -> Iterator[None]:
 
 
 def held_layers(model: nn.Module) -> set[str]:
-    """Return the BatchNorm layers whose statistics the owner of ``model`` has frozen.
+    """Return the BatchNorm layers whose statistics ``model``'s owner has frozen.
 
-    They are the layers that stay in evaluation mode while the model trains, and the layers of ``frozen_affine``.
+    These stay in evaluation mode in training, or are in ``frozen_affine``.
     """
     modules = named_modules(model)
     if all(type(module).train is nn.Module.train and "train" not in vars(module) for module in modules.values()):

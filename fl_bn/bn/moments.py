@@ -1,9 +1,10 @@
-"""Compute moments (count, mean and variance per channel), and combine them by rules.
+"""Compute moments (count, mean, variance per channel), and combine them.
 
-FBN's Algorithm 2 is ``ema(shared, pool(moments of training batches), momentum)``. HBN's equations 8 and 11
-are so, too, with the moments of a pass before training. ``plain_average`` is the negative control.
+FBN's Algorithm 2 is ``ema(shared, pool(moments of training batches), momentum)``. HBN's
+equations 8 and 11 use the moments of a pass before training. ``plain_average`` is the
+negative control.
 
-A batch's moments have the dtype of its activations, float32 at least. All else is computed in float64.
+A batch's moments have its dtype, but at least float32. All else is computed in float64.
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ from torch.autograd import forward_ad
 
 T = TypeVar("T")
 Average = Callable[[Tensor, Tensor], Tensor]
-"""A function ``(values (n, d), counts (n,)) -> (d,)`` that combines the values of n clients into one vector."""
+"""A function ``(values (n, d), counts (n,)) -> (d,)`` that combines n clients' values."""
 
 
 def weighted_mean(values: Tensor, counts: Tensor) -> Tensor:
-    """Average ``values`` (n, d) over n, with weights proportional to ``counts`` (n,)."""
+    """Average ``values`` (n, d) over n, weighted by ``counts`` (n,)."""
     weights = counts.to(values.dtype) / counts.sum()
     return (weights[:, None] * values).sum(0)
 
 
 def bounds(dtype: torch.dtype) -> tuple[float, float]:
-    """Return the largest absolute mean and variance that a client may report in ``dtype``.
+    """Return the largest absolute mean and variance that a client may report.
 
-    The squared distance of two clients' means, which is in the pooled variance, then does not overflow.
+    Then the squared distance of two means in the pooled variance does not overflow.
     """
     largest = torch.finfo(dtype).max
     return math.sqrt(largest) / 4, largest / 2
 
 
 def ordinary(x: T) -> T:
-    """Return a tensor of a subclass (MONAI's ``MetaTensor``) as torch's own, all else unchanged.
+    """Return a subclass's tensor (MONAI's ``MetaTensor``) as torch's own, all else unchanged.
 
-    Subclasses may handle a batch's metadata in every operation, and statistics have none. Those with their own
-    ``__torch_dispatch__`` (DTensor, tensors of a trace) stay.
+    A subclass may handle a batch's metadata in every operation. Those with
+    ``__torch_dispatch__`` (DTensor, traces) stay.
     """
     if type(x) is Tensor or not isinstance(x, Tensor) or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return x
@@ -49,7 +50,7 @@ def ordinary(x: T) -> T:
 
 
 class Running(NamedTuple):
-    """Hold the running statistics of a layer, with which it normalises in evaluation.
+    """Hold a layer's running statistics, with which it normalises in evaluation.
 
     Attributes:
         mean: (C,).
@@ -66,10 +67,10 @@ def inside_transform() -> bool:
 
 
 def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute mean (C,) and biased variance (C,) of a batch's channels. Gradients flow through both.
+    """Compute mean and biased variance (C,) of a batch. Gradients flow through both.
 
-    On a CPU, the mean and then the centred squares are several times faster than ``torch.var_mean`` and the
-    kernel of ``F.batch_norm``, without the cancellation of ``E[x^2] - E[x]^2``.
+    On a CPU this is several times faster than ``torch.var_mean`` and ``F.batch_norm``,
+    without the cancellation of ``E[x^2] - E[x]^2``.
 
     Args:
         x: a batch (B, C, *). Half precision is computed in float32.
@@ -87,12 +88,12 @@ def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Hold the count, mean and biased variance of one layer's input, per channel.
+    """Hold count, mean and biased variance of a layer's input, per channel.
 
     Attributes:
-        count: number of values per channel, B * H * W for images.
+        count: values per channel, B * H * W for images.
         mean: (C,), float64.
-        var: (C,), float64, biased: the sum of squares is divided by ``count``.
+        var: (C,), float64, biased: divided by ``count``.
     """
 
     count: int
@@ -101,7 +102,7 @@ class Moments:
 
     @classmethod
     def of(cls, x: Tensor) -> Moments:
-        """Compute the moments of one batch ``x`` (B, C, *) over all dimensions but the channels."""
+        """Compute the moments of one batch ``x`` (B, C, *)."""
         mean, var = channel_moments(x.detach())
         return cls(x.numel() // x.shape[1], mean.double(), var.double())
 
@@ -110,27 +111,27 @@ class Moments:
         return Moments(self.count, self.mean.to(device), self.var.to(device))
 
     def bessel(self) -> Tensor:
-        """Return the unbiased variance (C,). There are at least two values per channel."""
+        """Return the unbiased variance (C,), from at least two values per channel."""
         return self.var * (self.count / (self.count - 1))
 
 
 def stack(parts: Sequence[Moments]) -> tuple[Tensor, Tensor, Tensor]:
-    """Stack means (n, C), variances (n, C) and counts (n,) in float64, without parts of count 0."""
+    """Stack means, variances (n, C) and counts (n,) in float64, without empty parts."""
     parts = [part for part in parts if part.count > 0]
     counts = torch.tensor([part.count for part in parts], dtype=torch.float64, device=parts[0].mean.device)
     return torch.stack([p.mean for p in parts]).double(), torch.stack([p.var for p in parts]).double(), counts
 
 
 def pool(parts: Sequence[Moments], average: Average = weighted_mean) -> Moments:
-    """Compute the moments of the union of the data from which ``parts`` were computed.
+    """Compute the moments of the union of the data of ``parts``.
 
-    By the law of total variance, the variance is the average over the parts of ``var + (mean - common mean)^2``.
-    With the default ``average``, this is exact, associative and commutative, up to rounding. A robust ``average``
-    replaces the averages of both mean and variance (FBN, section 5).
+    By the law of total variance, the variance is the average of ``var + (mean - common
+    mean)^2``. With the default ``average``, this is exact up to rounding. A robust
+    ``average`` replaces the averages of both mean and variance (FBN, section 5).
 
     Args:
-        parts: moments of disjoint data, one entry per batch or client.
-        average: the rule that combines n values. The default weights them by count.
+        parts: moments of disjoint data, such as clients'.
+        average: combines n values, by default weighted by count.
 
     References:
         Chan, Golub, LeVeque 1979; FBN, appendix A.
@@ -142,21 +143,22 @@ def pool(parts: Sequence[Moments], average: Average = weighted_mean) -> Moments:
 
 
 def plain_average(parts: Sequence[Moments], average: Average = weighted_mean) -> Moments:
-    """Average means and, separately, variances, as FedAvg does. The arguments are those of ``pool``.
+    """Average means and, separately, variances, as FedAvg does.
 
-    The result ignores the spread of the parts' means, so its variance is too small if the means differ.
+    Without the spread of the means, the variance is too small.
     """
     means, variances, counts = stack(parts)
     return Moments(sum(part.count for part in parts), average(means, counts), average(variances, counts))
 
 
 def ema(shared: Running, new: Moments, momentum: float) -> Running:
-    """Return ``(1 - momentum) * shared + momentum * new`` in float64, as BatchNorm updates statistics.
+    """Return ``(1 - momentum) * shared + momentum * new`` in float64.
 
     Args:
-        shared: the running statistics before.
-        new: the observation, of at least two values per channel. Its unbiased variance is taken.
-        momentum: weight of the *new* observation, as in torch, from 0 to 1.
+        shared: running statistics.
+        new: the observation, at least two values per channel. Its unbiased variance is
+            taken.
+        momentum: weight of the *new* observation, from 0 to 1.
     """
     return Running(
         (1 - momentum) * shared.mean.double() + momentum * new.mean,

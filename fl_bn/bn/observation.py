@@ -1,4 +1,4 @@
-"""Record the moments of BatchNorm layers' inputs, and tell training passes from others."""
+"""Record the moments of BatchNorm inputs, and tell which passes train."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ F_ = TypeVar("F_", bound=Callable[..., Any])
 
 
 def normalisers(layer: nn.Module, seen: Moments) -> Moments:
-    """Return what normalises an input of moments ``seen`` in training: these, or HBN's mixture."""
+    """Return what normalises an input of moments ``seen``: these, or HBN's mixture."""
     return layer.normaliser(seen) if isinstance(layer, HybridBatchNorm) else seen
 
 
 def in_backward() -> bool:
-    """Return whether autograd's backward pass is running, in which a forward pass repeats an earlier one.
+    """Return whether a backward pass is running, in which a forward pass is a repetition.
 
-    While ``torch.compile`` traces a network, the result is False.
+    In a trace of ``torch.compile`` the result is False.
     """
     if torch.compiler.is_compiling():
         return False
@@ -41,18 +41,18 @@ def is_traced() -> bool:
 
 
 def learns_from_pass(module: nn.Module) -> bool:
-    """Return whether a forward pass of ``module``, made now, trains: in training mode, with gradients.
+    """Return whether a forward pass of ``module`` now trains: training mode, gradients.
 
-    A pass that is repeated in a backward pass (``in_backward``), or that ``torch.jit.trace`` records, is none.
+    Repetitions in a backward pass and traces do not.
     """
     return module.training and torch.is_grad_enabled() and not is_traced() and not in_backward()
 
 
 def whole(x: Tensor) -> Tensor:
-    """Return the values of ``x`` as an ordinary tensor without gradients, also inside ``torch.func``.
+    """Return ``x`` as an ordinary tensor without gradients, also inside ``torch.func``.
 
-    In a ``torch.func.vmap`` over B samples, ``x`` looks like one sample (1, C, *). The result is the batch (B, C,
-    *), with the dimensions of nested ``vmap`` merged into dimension 0.
+    In a ``torch.func.vmap`` over B samples, ``x`` looks like one sample (1, C, *). The
+    result is (B, C, *), where nested ``vmap`` merge into dimension 0.
     """
     functorch = torch._C._functorch
     while torch._C._are_functorch_transforms_active() and functorch.is_functorch_wrapped_tensor(x):
@@ -65,7 +65,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def eagerly(function: F_) -> F_:
-    """Return ``function``, uncompiled by ``torch.compile``, without the compiler's slow import."""
+    """Return ``function``, not compiled, without the slow import of ``torch.compile``."""
 
     @wraps(function)
     def call(*args: Any, **named: Any) -> Any:
@@ -81,12 +81,12 @@ def eagerly(function: F_) -> F_:
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Return a context in which compiled networks run as plain PyTorch, and call hooks."""
+    """Return a context in which compiled networks run as plain PyTorch, with hooks."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class Uncopied:
-    """Be None in a copy or a pickle of the layer that holds it."""
+    """Be None in a copy or a pickle of the layer."""
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -96,7 +96,7 @@ class Uncopied:
 
 
 class Observation(Uncopied):
-    """Record the moments of a layer's inputs. Copies of the layer have no ``Observation``."""
+    """Record the moments of a layer's inputs."""
 
     def __init__(
         self,
@@ -105,21 +105,21 @@ class Observation(Uncopied):
         outer: Observation | None = None,
         values: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Set the functions that select and record the inputs.
+        """Set what selects and records the inputs.
 
         Args:
-            record: ``(layer, moments)``, called for every input for which ``counts`` returns True.
-            counts: ``(layer, x) -> bool``, whether an input is recorded. None: all are.
-            outer: the layer's previous ``Observation``, which is also called for every input.
+            record: ``(layer, moments)``, called for recorded inputs.
+            counts: ``(layer, x) -> bool``: whether to record. None: always.
+            outer: the layer's previous ``Observation``, called for every input.
             values: see ``observe``.
         """
         self._record, self._counts, self._outer, self._values = record, counts, outer, values
 
     @eagerly
     def __call__(self, layer: nn.Module, x: Tensor, batch: tuple[Tensor, Tensor] | None = None) -> None:
-        """Record the moments of the input ``x`` (B, C, *), if ``counts`` says so.
+        """Record the moments of ``x`` (B, C, *), if ``counts`` says so.
 
-        ``batch`` is the mean and biased variance of ``x``, (C,) each, if the layer has computed them.
+        ``batch`` is mean and biased variance of ``x``, if the layer has computed them.
         """
         if self._outer is not None:
             self._outer(layer, x, batch)
@@ -140,20 +140,21 @@ def observe(
     counts: Callable[[nn.Module, Tensor], bool] | None = None,
     values: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[dict[str, list[Moments]]]:
-    """Record the moments of every BatchNorm layer's input during the ``with`` block.
+    """Record the moments of every BatchNorm input during the ``with`` block.
 
-    Layers that the owner has frozen (``modules.held_layers``) are left out. fl-bn's layers record by their
-    attribute ``observation``, torch's own by a hook, which has no effect in a compiled network.
+    Layers frozen by the owner (``held_layers``) are left out. fl-bn's layers record by
+    ``observation``, torch's by a hook, which has no effect in a compiled network.
 
     Args:
         model: the network.
-        measure: ``(layer, moments of the input) -> moments``, returns the moments to record. None: those of the input.
-        counts: ``(layer, x) -> bool``, whether a pass is recorded. None: every pass is.
-        values: applied to a layer's input inside a transformation of ``torch.func`` before it is measured. With
-            ``whole``, the samples of all ``vmap`` dimensions count as one batch.
+        measure: ``(layer, moments of the input) -> moments`` to record. None: the given
+            ones.
+        counts: ``(layer, x) -> bool``: whether to record. None: always.
+        values: applied to an input inside ``torch.func``. With ``whole``, the samples of
+            all ``vmap`` dimensions are one batch.
 
     Yields:
-        A list for each layer, by name, with one ``Moments`` per forward pass.
+        A list per layer name, with one ``Moments`` per forward pass.
     """
     held = held_layers(model)
     layers = {name: layer for name, layer in batch_norms(model).items() if name not in held}
@@ -181,14 +182,14 @@ def observe(
 
 
 def pooled(observed: dict[str, list[Moments]]) -> dict[str, Moments]:
-    """Pool the moments that ``observe`` recorded, per layer, without layers that got no input."""
+    """Pool the recorded moments per layer, without layers that got no input."""
     return {name: pool(parts) for name, parts in observed.items() if parts}
 
 
 def moving_average(layer: _BatchNorm, batches: Sequence[Moments]) -> Moments:
-    """Return the running statistics of ``layer`` after ``batches``, as torch's BatchNorm updates them.
+    """Return ``layer``'s running statistics after ``batches``, updated as in torch.
 
-    The result has the count of all batches together, and the unbiased variance, in float64.
+    They have the count of all batches and the unbiased variance, in float64.
     """
     assert layer.running_mean is not None
     assert layer.running_var is not None

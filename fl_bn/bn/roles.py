@@ -1,9 +1,10 @@
-"""Find the role of each tensor of a model, such as weight, statistic or counter.
+"""Find each tensor's role in a model, such as weight, statistic or counter.
 
-The type of the tensor's module decides it. A test by name ("bn" in key) misses BatchNorm inside
-``nn.Sequential`` and torchvision's ``downsample.1``, and silently turns FedBN into FedAvg.
+The module's type decides. A test by name ("bn" in key) misses torchvision's
+``downsample.1``, and silently turns FedBN into FedAvg.
 
-Buffers of unknown modules are shared if they are floating-point. ``set_buffer_roles`` states other roles.
+Other modules' floating-point buffers are shared, unless ``set_buffer_roles`` says
+otherwise.
 """
 
 from __future__ import annotations
@@ -25,21 +26,24 @@ from fl_bn.support.names import expected, names_of, nearest
 
 
 class Role(Enum):
-    """Name the role of a tensor: whether it may leave the client, and how the server combines it.
+    """Name a tensor's role: whether it leaves the client, and how the server combines it.
 
     Attributes:
-        WEIGHT: learnable, outside of norm layers.
+        WEIGHT: learnable, outside norm layers.
         AFFINE: scale and shift of a BatchNorm layer.
-        OTHER_AFFINE: scale and shift of LayerNorm, GroupNorm and similar layers, shared like weights.
+        OTHER_AFFINE: scale and shift of LayerNorm, GroupNorm and the like, shared as
+            weights.
         STATISTIC: running mean and variance.
-        MIXING: HBN's mixing logits: one learnable number per channel, whose sigmoid is the weight of the batch statistics.
+        MIXING: HBN's mixing logits, one learnable number per channel.
         COUNTER: an integer such as num_batches_tracked, never averaged.
-        BATCHES: num_batches_tracked of a BatchNorm layer that averages cumulatively (momentum=None). In every round, the
-            server adds the median of the clients' numbers of local steps. It sends the sum, and clients never send it.
-        BUFFER: floating point, not learnable, outside of norm layers: averaged, never optimised.
-        KEPT: a buffer that never leaves the client. The client stores it between its rounds.
-        RECOMPUTED: a buffer that follows from the weights. The server computes it, and clients never send it.
-        CONSTANT: a buffer that training does not change. The server sends it to the clients, and they never send it.
+        BATCHES: num_batches_tracked of a cumulative average (momentum=None). The server
+            adds the median of the clients' local steps, and sends the sum. Clients never
+            send it.
+        BUFFER: floating point, not learnable, outside norm layers: averaged.
+        KEPT: a buffer that the client stores and never sends.
+        RECOMPUTED: a buffer that the server computes from the weights. Clients never send
+            it.
+        CONSTANT: a buffer that training does not change. Only the server sends it.
     """
 
     WEIGHT = "weight"
@@ -58,13 +62,13 @@ class Role(Enum):
 DOWN_ONLY = frozenset({Role.RECOMPUTED, Role.CONSTANT, Role.BATCHES})
 """Roles of tensors that clients receive but never send."""
 OF_BATCH_NORM = frozenset({Role.AFFINE, Role.STATISTIC, Role.COUNTER, Role.BATCHES})
-"""Roles of all tensors of torch's BatchNorm layers."""
+"""Roles of the tensors of torch's BatchNorm."""
 BUFFER_ROLES = {"shared": Role.BUFFER, "kept": Role.KEPT, "recomputed": Role.RECOMPUTED, "constant": Role.CONSTANT}
-"""Roles that a user may state for a buffer, by their names in the run config."""
+"""Roles that a user may state for a buffer."""
 
 
 class UnknownTensor(ValueError):
-    """Signal a tensor of unknown role in a norm layer: it is unclear whether clients may send it."""
+    """Signal a norm layer's tensor of unknown role: may clients send it?"""
 
 
 NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -80,10 +84,10 @@ _NORM_TENSORS = {
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
-    """Return the role of every tensor in ``model.state_dict()``, by name and in its order.
+    """Return the role of every tensor in ``model.state_dict()``, in its order.
 
     Raises:
-        UnknownTensor: a norm layer holds a tensor that neither torch nor this project defines.
+        UnknownTensor: neither torch nor this project defines a norm layer's tensor.
         ValueError: an entry of the state_dict is no tensor.
     """
     role: dict[str, Role] = {}
@@ -145,9 +149,9 @@ def _known(module: nn.Module, key: str) -> Role | None:
 
 
 def set_buffer_roles(model: nn.Module, stated: Mapping[str, str]) -> nn.Module:
-    """State roles of buffers of ``model``: averaged, kept, recomputed or constant. Return ``model``.
+    """State roles of ``model``'s buffers. Return ``model``.
 
-    The roles are stored in the modules, so copies of ``model`` have them, too.
+    Copies of ``model`` have them, too.
 
     >>> from fl_bn import set_buffer_roles
     >>> net = nn.Sequential(nn.Linear(2, 2))
@@ -157,11 +161,12 @@ def set_buffer_roles(model: nn.Module, stated: Mapping[str, str]) -> nn.Module:
 
     Args:
         model: changed in place.
-        stated: name of a buffer, or shell pattern for several names -> ``shared``, ``kept``, ``recomputed`` or
-            ``constant``. If several patterns match a buffer, the last one counts.
+        stated: buffer name or shell pattern -> ``shared`` (averaged), ``kept``,
+            ``recomputed`` or ``constant``. The last match counts.
 
     Raises:
-        ValueError: a role is unknown, a pattern matches no buffer, or a buffer cannot have the role.
+        ValueError: a role is unknown, a pattern has no match, or a buffer cannot have the
+            role.
     """
     buffers = {name: (module, key, tensor) for name, module, key, tensor in _free_buffers(model)}
     for pattern, role_name in stated.items():
@@ -185,14 +190,14 @@ RECOMPUTE = "recompute_buffers"  # the method of a user's module that computes i
 
 
 def state_role(module: nn.Module, key: str, role: Role) -> None:
-    """Store the role of buffer ``key`` of ``module``, so that ``roles`` returns this role."""
+    """Store the role of buffer ``key`` of ``module`` for ``roles``."""
     setattr(module, STATED, {**vars(module).get(STATED, {}), key: role})
 
 
 def parse_buffer_roles(text: str) -> dict[str, str]:
-    """Parse the argument ``stated`` of ``set_buffer_roles`` from a run config's text, even empty.
+    """Parse ``set_buffer_roles``'s argument ``stated`` from a run config's text.
 
-    It has the form ``NAME=ROLE, ...``, for example ``"*.codebook=shared, site.*=kept"``.
+    It is empty or has the form ``"*.codebook=shared, site.*=kept"``.
 
     Raises:
         ValueError: the text has another form, or a role is unknown.
@@ -212,7 +217,7 @@ def _named(buffer: str, role: str) -> Role:
 
 
 def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tensor]]:
-    """Yield name, module, key and tensor of the buffers whose role a user may state."""
+    """Yield name, module, key and tensor of the buffers whose role may be stated."""
     for path, module in model.named_modules(remove_duplicate=False):
         for key, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
             if key not in module._non_persistent_buffers_set and not (isinstance(module, NORM_LAYERS) and key in _NORM_TENSORS):
@@ -220,9 +225,9 @@ def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tenso
 
 
 def state_constants(model: nn.Module) -> None:
-    """Give the role CONSTANT to buffers of no stated role that hold infinity or NaN (a mask of -inf).
+    """Give the role CONSTANT to buffers that hold infinity or NaN (a mask of -inf).
 
-    Training does not produce such numbers, so these buffers must not be averaged.
+    Only a stated role comes before it. Such numbers must not be averaged.
     """
     for _, module, key, tensor in _free_buffers(model):
         known = key in vars(module).get(STATED, {}) or _known(module, key) is not None
@@ -232,10 +237,7 @@ def state_constants(model: nn.Module) -> None:
 
 
 def buffers_in_words(model: nn.Module) -> str:
-    """Describe, for the log, what happens to the buffers of ``model``; empty if it has none.
-
-    For example ``buffers: averaged 0.codebook; constant 2.mask``.
-    """
+    """Describe for the log what happens to ``model``'s buffers; empty if it has none."""
     words = {
         Role.BUFFER: "averaged",
         Role.KEPT: "kept by each client",
@@ -254,9 +256,9 @@ def _some(names: list[str], most: int = 8) -> str:
 
 
 def inputs_like(model: nn.Module) -> Tensor:
-    """Return any tensor with the device and the dtype that ``model`` expects of its inputs.
+    """Return any tensor of the device and dtype that ``model`` expects as input.
 
-    Integer and complex tensors do not show this dtype: without others, it is torch's default dtype.
+    Without a floating-point tensor, the dtype is torch's default.
     """
     first = None
     for tensor in chain(model.parameters(), model.buffers()):
@@ -267,7 +269,7 @@ def inputs_like(model: nn.Module) -> Tensor:
 
 
 def unknown_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers by name that own running statistics, but are of no known type.
+    """Return, by name, layers of unknown type that own running statistics.
 
     Constants (torchvision's ``FrozenBatchNorm2d``) are left out.
     """
@@ -280,5 +282,5 @@ def _tracks_statistics(module: nn.Module) -> bool:
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return every BatchNorm layer of ``model``, torch's and fl-bn's, by name."""
+    """Return every BatchNorm layer of ``model``, torch's or fl-bn's, by name."""
     return {name: module for name, module in named_modules(model).items() if isinstance(module, _BatchNorm)}

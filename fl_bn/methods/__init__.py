@@ -1,4 +1,4 @@
-"""Define the methods, one file per paper. ``METHODS`` maps a method's name to its constructor.
+"""Define the methods, one file per paper. ``METHODS`` maps names to constructors.
 
 >>> from fl_bn import methods
 >>> methods.hbn(lam=0.05).name

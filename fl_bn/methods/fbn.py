@@ -1,18 +1,20 @@
-"""Define FBN: normalise with shared running statistics, whose variance includes the means' spread.
+"""Define FBN: normalise with shared statistics, which include the means' spread.
 
-Overcoming the Challenges of Batch Normalization in Federated Learning, Guerraoui et al., Algorithm 2.
+Overcoming the Challenges of Batch Normalization in Federated Learning, Guerraoui et al.,
+Algorithm 2.
 
-Clients report moments of their data. The server pools them and moves the shared statistics towards them, by
-the share ``tracking`` of the difference (``follow``), whatever the number of local steps. With several steps,
-only the first batch of a round passes through the shared weights. The share falls with the learning rate,
-because the weights then change less. With ``momentum`` and one local step this is Algorithm 2 exactly, also
-for unequal batches.
+Clients report moments. The server pools them and moves the shared statistics towards
+them, by the share ``tracking`` of the difference (``follow``), whatever the number of
+local steps. The share falls with the learning rate, because the weights then change less.
+With ``momentum`` and one local step this is Algorithm 2 exactly, also for unequal
+batches.
 
-Within a round the statistics are constants, so the gradient ignores their later change. That change undoes
-part of the step (Batch Normalization, Ioffe and Szegedy, ICML 2015, section 2). If each round replaced the
-statistics, the scale of activations would grow, and the accuracy would fall. So the share also shrinks as a
-layer's scale grows beyond that of ``federation.unit_scale`` (``slowdown``). At ``LIMIT`` times that scale the
-statistics no longer change, and the gradient is exact.
+Within a round the statistics are constants, so the gradient ignores their later change,
+which undoes part of the step (Batch Normalization, Ioffe and Szegedy, ICML 2015, section
+2). If each round replaced the statistics, the scale of activations would grow, and the
+accuracy would fall. So the share also shrinks as a layer's scale grows beyond that of
+``federation.unit_scale`` (``slowdown``). At ``LIMIT`` times that scale the statistics
+stay, and the gradient is exact.
 
 Symbols: b (beta) -> momentum, K n -> count of the pooled moments, E -> steps.
 """
@@ -30,25 +32,25 @@ from fl_bn.methods.method import LayerReports, Method, StatisticsReport
 from fl_bn.options import Options, option, takes
 
 BOUNDED_SCALE = 0.3
-"""Standard deviation of every BatchNorm layer's input at the start of training with clipped gradients.
+"""Standard deviation of BatchNorm inputs at the start, with clipped gradients.
 
-At a scale of 1, FBN learns more slowly. At 0.3 without clipping, it diverges with one class per client and
-several steps: docs/methods/fbn.md.
+At 1, FBN learns more slowly. At 0.3 without clipping, it diverges with one class per
+client and several steps: docs/methods/fbn.md.
 """
 
 LIMIT = 1.5
-"""Factor by which the deviation of a layer's input may grow before its statistics no longer change."""
+"""Growth of an input's deviation at which its layer's statistics stay."""
 DEAD = 1e-12
-"""Share of the layer's median variance below which a channel counts as dead, and has no scale."""
+"""Share of a layer's median variance below which a channel counts as dead."""
 
 
 def slowdown(shared: Running, scale: float = 1.0) -> float:
-    """Return a factor from 0 to 1 for the weight of new moments in a layer's shared statistics.
+    """Return a factor from 0 to 1 for the weight of a layer's new moments.
 
-    The factor is 1 up to an input of standard deviation ``scale``, that of the start of the run. Above it the
-    factor falls linearly with the logarithm of the deviation, to 0 at ``LIMIT`` times ``scale``. The
-    deviation is the geometric mean over the channels, without dead ones (``DEAD``). If all are dead, the
-    factor is 1.
+    It is 1 up to an input of standard deviation ``scale``. Above, it falls linearly with
+    the logarithm of the deviation, to 0 at ``LIMIT`` times ``scale``. The deviation is
+    the geometric mean over the channels, without dead ones (``DEAD``). If all are dead,
+    it is 1.
     """
     var = shared.var.double()
     living = var[var > DEAD * var.median()]
@@ -59,15 +61,16 @@ def slowdown(shared: Running, scale: float = 1.0) -> float:
 
 
 def follow(shared: Running, measured: Moments, tracking: float, scale: float = 1.0) -> Running:
-    """Move the shared statistics towards the measured moments by one step.
+    """Move shared statistics towards the measured moments by one step.
 
-    The weight of ``measured`` in the result (float64) is ``tracking``, in (0, 1], times ``slowdown``.
+    ``measured`` has the weight ``tracking``, in (0, 1], times ``slowdown``. The result is
+    float64.
     """
     return ema(shared, measured, tracking * slowdown(shared, scale))
 
 
 def tracking(default: float | None) -> Any:
-    """Declare the option ``tracking`` of FBN and HBN. None: the method chooses the value."""
+    """Declare the option ``tracking`` of FBN and HBN. None: the method's choice."""
     meaning = "weight of a round's pooled moments in the shared statistics, at the start"
     return option(default, meaning, "(0, 1]", key="tracking", unset=0.0, hidden=True)
 
@@ -96,11 +99,11 @@ class FBNOptions(Options):
 
 
 def combine(reports: LayerReports, tracking: float, momentum: float | None, report: StatisticsReport) -> Running:
-    """Compute a layer's new shared statistics from the old ones and the clients' moments.
+    """Compute a layer's new shared statistics from the clients' moments.
 
-    The pooled moments get the weight ``tracking``, reduced with the learning rate and by ``slowdown``.
-    ``momentum`` replaces this rule by BatchNorm's running update: once or, if ``report`` is ``BATCHES``, once
-    for each local step.
+    Their weight is ``tracking``, reduced with the learning rate and by ``slowdown``.
+    ``momentum`` means BatchNorm's running update instead: once or, if ``report`` is
+    ``BATCHES``, once per local step.
     """
     pooled = pool(reports.parts, reports.average)
     if momentum is None:
@@ -111,11 +114,12 @@ def combine(reports: LayerReports, tracking: float, momentum: float | None, repo
 
 @takes(FBNOptions)
 def fbn(options: FBNOptions) -> Method:
-    """Make the method FBN: training normalises with shared statistics, which follow the pooled moments.
+    """Make FBN: training normalises with shared statistics, which follow the pooled moments.
 
-    Without ``momentum``, gradients are centred (``federation.gradients``), and the inputs of BatchNorm
-    layers start with the standard deviation ``BOUNDED_SCALE`` if gradients are clipped. Otherwise, and with
-    ``momentum``, which makes the method Algorithm 2, it is 1.
+    Without ``momentum``, gradients are centred (``federation.gradients``). If gradients
+    are also clipped, BatchNorm inputs start with the standard deviation
+    ``BOUNDED_SCALE``, otherwise 1. With ``momentum`` it is 1, and the method is Algorithm
+    2.
     """
     report, own = REPORTS[options.report], options.momentum is None
     return Method(

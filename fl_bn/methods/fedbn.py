@@ -1,13 +1,15 @@
-"""Define the methods whose clients keep layers of their own: FedBN, SiloBN, FedLBN and, with all layers, SingleSet.
+"""Define the methods whose clients keep layers: FedBN, SiloBN, FedLBN and SingleSet.
 
-FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021, Algorithm
-1, for feature shift (the same classes, photographed differently). SingleSet is a baseline in its section 5.
+FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al.,
+ICLR 2021, Algorithm 1, for feature shift (the same classes, photographed differently).
+SingleSet is its baseline (section 5), which keeps all layers.
 
-SiloBN: Siloed Federated Learning for Multi-Centric Histopathology Datasets, Andreux et al., DCL 2020.
+SiloBN: Siloed Federated Learning for Multi-Centric Histopathology Datasets, Andreux et
+al., DCL 2020.
 
-FedLBN: the first BatchNorm layer stays at its client, as in FedBN, the others are FBN's (``fbn``). Clients whose
-inputs look different (other cameras, other scanners) differ most in the first layer's statistics. The layers
-above normalise with the shared statistics, so they do not depend on a client's labels.
+FedLBN: the first BatchNorm layer stays at its client, the others are FBN's. Clients whose
+inputs look different (other cameras, other scanners) differ most in the first layer's
+statistics. With shared statistics, the layers above do not depend on a client's labels.
 """
 
 from dataclasses import replace
@@ -19,26 +21,26 @@ from fl_bn.options import takes
 
 
 def fedbn() -> Method:
-    """Make the method FedBN: all BatchNorm tensors stay at their client. It has no options."""
+    """Make FedBN: all BatchNorm tensors stay at their client. It has no options."""
     return Method("fedbn", local=OF_BATCH_NORM)
 
 
 def silobn() -> Method:
-    """Make the method SiloBN: running statistics stay at their client, affine parameters are shared."""
+    """Make SiloBN: running statistics stay at their client, affine parameters are shared."""
     return Method("silobn", local=OF_BATCH_NORM - {Role.AFFINE}, needs_running=True)
 
 
 def single() -> Method:
-    """Make SingleSet: every client trains alone, and nothing is shared. It has no options."""
+    """Make SingleSet: every client trains alone. It has no options."""
     return Method("single", local=frozenset(Role))
 
 
 def first_layer(layer: str, index: int) -> frozenset[Role]:
-    """Return all roles for the network's first BatchNorm layer, and none for the others."""
+    """Return all roles for the network's first BatchNorm layer, else none."""
     return OF_BATCH_NORM if index == 0 else frozenset()
 
 
 @takes(FBNOptions)
 def fedlbn(options: FBNOptions) -> Method:
-    """Make the method FedLBN: the first BatchNorm layer stays at its client, the others are ``fbn``'s."""
+    """Make FedLBN: the first BatchNorm layer stays at its client, the others are ``fbn``'s."""
     return replace(fbn(options.tracking, options.momentum, options.report), name="fedlbn", local_in=first_layer)

@@ -1,19 +1,20 @@
-"""Define FedTAN: each round's first local step is one exact centralised step on the clients' batches.
+"""Define FedTAN: each round's first local step equals a centralised step.
 
-Why Batch Normalization Damage Federated Learning on Non-IID Data?, Wang, Shi, Chang, Algorithms 1-3.
+Why Batch Normalization Damage Federated Learning on Non-IID Data?, Wang, Shi, Chang,
+Algorithms 1-3.
 
-In the forward pass, every BatchNorm layer normalises with the moments of the cohort's batches
-(Algorithm 2). In the backward pass, the gradients with respect to these moments are averaged over
-the cohort (Algorithm 3). Each average is a call of ``exchange(key, local, count)``. After that
-step, the average of the clients' models, weighted by batch sizes, is the model that centralised
-training would give. Steps 2, 3, ... use each client's own batches.
+In the forward pass, every BatchNorm layer normalises with the moments of the cohort's
+batches (Algorithm 2). In the backward pass, the gradients of these moments are averaged
+(Algorithm 3). Each average is a call of ``exchange(key, local, count)``. After that step,
+the models' average, weighted by batch sizes, is what centralised training would give.
+Steps 2, 3, ... use each client's own batches.
 
-There are two schedules with equal results. ``paper`` exchanges means, then variances about the common mean,
-then gradients (3L exchanges for L layers). ``merged`` sends mean and variance together, and adds the spread
-of the means by the law of total variance (2L).
+Two schedules give equal results. ``paper`` exchanges means, then variances about the
+common mean, then gradients (3L exchanges for L layers). ``merged`` sends mean and
+variance together, and adds the spread of the means (2L).
 
-Symbols: p_i -> share of client i in the sum of batch sizes; m_i, M -> ``count`` that the client
-passes to the exchange, and that it returns; G -> gradients that the exchange returns.
+Symbols: p_i -> share of client i in the sum of batch sizes; m_i, M -> ``count``, as
+passed and as returned; G -> gradients that the exchange returns.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ FROZEN_RATE = 0.02
 
 @dataclass
 class Live(Uncopied):
-    """Connect a BatchNorm layer to its client's exchange with the cohort, for as long as the exchange lasts.
+    """Connect a BatchNorm layer to its client's exchange with the cohort.
 
-    A copied or pickled layer has ``live = None``, so the copy takes no part in the exchange.
+    A copied or pickled layer has ``live = None``.
 
     Attributes:
-        answers: the cohort's moments that the exchange returned, one entry per call of the layer so far.
+        answers: the cohort's moments that the exchange returned, one per call of the
+            layer.
     """
 
     exchange: Exchange
@@ -64,11 +66,11 @@ class Live(Uncopied):
 
 
 class CohortBatchNorm(SharedNorm):
-    """Normalise with the moments of all the cohort's batches while an exchange is open.
+    """Normalise with the moments of the cohort's batches while an exchange is open.
 
     Attributes:
-        schedule: ``merged`` (2 exchanges per layer: mean with variance, gradients) or ``paper`` (3).
-        share_gradients: whether gradients with respect to moments are averaged, too (Algorithm 3).
+        schedule: ``merged`` (2 exchanges per layer) or ``paper`` (3).
+        share_gradients: whether the moments' gradients are averaged (Algorithm 3).
     """
 
     schedule, share_gradients = "merged", True
@@ -120,7 +122,7 @@ class CohortBatchNorm(SharedNorm):
 
     @torch.no_grad()
     def _follow(self, moments: Answer) -> None:
-        """Move the running statistics towards the cohort's moments, as on the union of the batches."""
+        """Move the running statistics towards the cohort's moments."""
         mean_C, var_C = moments.values.to(self.running_mean.device).chunk(2)
         self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), self.momentum)
         unbiased_C = var_C * (moments.count / max(moments.count - 1, 1))  # the factor first: variance times count may overflow
@@ -185,9 +187,9 @@ class _Normalise(torch.autograd.Function):
 
 @contextmanager
 def exchanging(model: nn.Module, exchange: Exchange) -> Iterator[None]:
-    """Connect the layers of ``model`` to ``exchange``, for a round's first local step (Algorithm 1).
+    """Connect ``model``'s layers to ``exchange``, for a round's first local step (Algorithm 1).
 
-    Inside the block, forward and backward pass give the results of one model on all the cohort's batches.
+    Forward and backward pass then work as on all the cohort's batches.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, CohortBatchNorm)}
     for name, layer in layers.items():
@@ -239,14 +241,14 @@ class FedTANOptions(Options):
 
 @dataclass(frozen=True)
 class Freezing(Options):
-    """Declare the option ``freeze_after`` in a base class, as the first argument of ``fedtan2``."""
+    """Declare ``freeze_after`` in a base class, as the first argument of ``fedtan2``."""
 
     freeze_after: int | None = freeze_after()
 
 
 @dataclass(frozen=True)
 class FedTAN2Options(FedTANOptions, Freezing):
-    """Hold the options of ``fedtan2``: ``freeze_after``, then those of ``fedtan`` and ``frozen_rate``."""
+    """Hold the options of ``fedtan2``, ``freeze_after`` first."""
 
     name: ClassVar[str] = "fedtan2"
     frozen_rate: float | None = frozen_rate()
@@ -254,7 +256,7 @@ class FedTAN2Options(FedTANOptions, Freezing):
 
 @takes(FedTANOptions)
 def fedtan(options: FedTANOptions) -> Method:
-    """Make the method FedTAN: in each round's first local step, BatchNorm works on the cohort's batches."""
+    """Make FedTAN: in each round's first local step, BatchNorm works on the cohort's batches."""
     return _exchanging(options, share_gradients=True)
 
 
@@ -267,7 +269,7 @@ def _exchanging(options: FedTANOptions, share_gradients: bool) -> Method:
 def fedtan2(options: FedTAN2Options) -> Method:
     """Make FedTAN-II: FedTAN until round ``freeze_after``, then with frozen statistics.
 
-    In frozen rounds the learning rate is at most ``frozen_rate`` times the highest rate before them.
+    The learning rate is then at most ``frozen_rate`` times the highest rate before.
     """
     method = freeze(_exchanging(options, share_gradients=True), options.freeze_after, rate=options.frozen_rate, unbounded_rate=FROZEN_RATE)
     return replace(method, name="fedtan2")
@@ -277,6 +279,6 @@ def fedtan2(options: FedTAN2Options) -> Method:
 def fedavg_alg2(options: FedTANOptions) -> Method:
     """Make FedAvg with Algorithm 2 only, the ablation of FedTAN's paper.
 
-    The forward pass uses the cohort's moments, the backward pass the client's own gradients.
+    Only the forward pass uses the cohort's moments.
     """
     return replace(_exchanging(options, share_gradients=False), name="fedavg-alg2")

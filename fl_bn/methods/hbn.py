@@ -1,20 +1,21 @@
-"""Define HBN: normalise with a learnable mixture of batch statistics and unbiased global statistics.
+"""Define HBN: normalise with a learnable mixture of batch and global statistics.
 
-Hybrid Batch Normalisation: Resolving the Dilemma of Batch Normalisation in Federated Learning,
-equations 7 to 11.
+Hybrid Batch Normalisation: Resolving the Dilemma of Batch Normalisation in Federated
+Learning, equations 7 to 11.
 
-Before training, each client measures the moments of its data (equation 7). The server pools them without bias
-(equation 8) and moves the global statistics towards them (equation 11). A layer normalises with a mixture of
-its batch's statistics and the global ones (equation 9). The mixing logits are trained with the weights'
-optimiser and never leave their client.
+Before training, each client measures the moments of its data (equation 7). The server
+pools them without bias (equation 8) and moves the global statistics towards them
+(equation 11). A layer normalises with a mixture of its batch's statistics and the global
+ones (equation 9). The mixing logits are trained as weights, and never leave their client.
 
-The global statistics contain moments that were measured with older weights. So before an evaluation,
-statistics that are measured with the evaluated weights replace them (``Refresh``).
+The global statistics contain moments of older weights. So before an evaluation they are
+measured with the evaluated weights (``Refresh``).
 
-Each ablation of Table 6 is an option: ``separate=False`` (1), ``merge="average"`` (2), and for ``mixing``:
-``"shared"`` (3), ``"batch"`` (4) and ``"half"`` (5).
+The ablations of Table 6 are options: ``separate=False`` (1), ``merge="average"`` (2), and
+``mixing``: ``"shared"`` (3), ``"batch"`` (4), ``"half"`` (5).
 
-Symbols: G -> shared statistics, lambda -> lam, p -> mixing_logit, a -> sigmoid(mixing_logit).
+Symbols: G -> shared statistics, lambda -> lam, p -> mixing_logit, a ->
+sigmoid(mixing_logit).
 """
 
 from dataclasses import dataclass
@@ -43,16 +44,16 @@ from fl_bn.methods.method import (
 from fl_bn.options import Options, option, takes
 
 TRACKING, PARTIAL = 0.05, 0.01
-"""Defaults of ``tracking``: if all clients take part in every round, and if only some do."""
+"""Defaults of ``tracking``: with all clients in every round, and with some."""
 SCALE = 0.3
-"""Standard deviation of every BatchNorm layer's input at the start, about that of a new network.
+"""Standard deviation of BatchNorm inputs at the start, about that of a new network.
 
-At a scale of 1, HBN lost ten points in 25 rounds on ordinary data: docs/concepts/statistics.md.
+At 1, HBN lost ten points in 25 rounds on ordinary data: docs/concepts/statistics.md.
 """
 ONE_SIDED = 100.0
-"""A mixing logit whose sigmoid is exactly 1 in float64, and that of its negative next to 0."""
+"""A mixing logit whose sigmoid is exactly 1 in float64, that of its negative nearly 0."""
 MIXING = {"learned": None, "half": 0.0, "batch": ONE_SIDED, "shared": -ONE_SIDED}
-"""The mixing logits for every value of ``mixing``. None: they start at 0 and are learned."""
+"""Mixing logits for every value of ``mixing``. None: they start at 0 and learn."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,10 @@ class HBNOptions(Options):
 
 
 def combine(reports: LayerReports, tracking: float, lam: float | None, merge: str = "unbiased") -> Running:
-    """Compute a layer's new global statistics from the old ones and the clients' moments.
+    """Compute a layer's new global statistics from the clients' moments.
 
-    The pooled moments get the weight ``lam`` (equation 11) or, if it is None, ``tracking`` times
-    ``methods.fbn.slowdown``. ``merge`` is the option of ``HBNOptions``.
+    Their weight is ``lam`` (equation 11) or, if it is None, ``tracking`` times
+    ``slowdown``.
     """
     pooled = (pool if merge == "unbiased" else plain_average)(reports.parts, reports.average)
     return follow(reports.shared, pooled, tracking, reports.scale) if lam is None else ema(reports.shared, pooled, lam)
@@ -125,19 +126,19 @@ def combine(reports: LayerReports, tracking: float, lam: float | None, merge: st
 
 @takes(HBNOptions)
 def hbn(options: HBNOptions) -> Method:
-    """Make the method HBN: training normalises with a mixture of batch statistics and global ones.
+    """Make HBN: training normalises with a mixture of batch statistics and global ones.
 
     ``tracking`` is the weight of a round's moments in the global statistics, reduced by
-    ``methods.fbn.slowdown``, and gradients are centred (``federation.gradients``). ``lam`` is the weight of
-    equation 11 instead, without centring. ``lower_layers`` is explained at ``StatisticsPass``; the paper's
-    code has ``hybrid``.
+    ``methods.fbn.slowdown``, and gradients are centred (``federation.gradients``).
+    ``lam`` is equation 11's weight instead, without centring. ``lower_layers`` is
+    explained at ``StatisticsPass``; the paper's code has ``hybrid``.
 
-    ``evaluate="exact"`` suits ``lam=1``, where every round replaces the global statistics; it needs one
-    exchange per layer. ``"hybrid"`` suits a smaller ``lam``: training then normalises with mixtures that
-    contain older statistics.
+    ``evaluate="exact"`` suits ``lam=1``, where every round replaces the global
+    statistics. It needs one exchange per layer. ``"hybrid"`` suits a smaller ``lam``: the
+    mixtures of training then contain older statistics.
 
-    ``separate=False`` has no statistics pass, and evaluates with the reports of the round's cohort.
-    ``merge`` has no effect with ``evaluate="exact"``.
+    ``separate=False`` has no statistics pass, and evaluates with the reports of the
+    round's cohort. ``merge`` has no effect with ``evaluate="exact"``.
     """
     evaluate = ("exact" if options.lam == 1 else "hybrid") if options.evaluate == "auto" else options.evaluate
     weight = options.tracking or (TRACKING if options.fraction == 1 else PARTIAL)

@@ -1,4 +1,4 @@
-"""Define a method: its BatchNorm layer, local tensors, the clients' reports, and how they are combined."""
+"""Define a method: its BatchNorm layer, local tensors, reports, and their combination."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class Phase(Enum):
 
     Attributes:
         TRAIN: local training.
-        FROZEN: local training in which some BatchNorm tensors are frozen (``Method.frozen``). Frozen
+        FROZEN: local training with frozen BatchNorm tensors (``Method.frozen``). Frozen
             statistics are not reported.
-        MEASURE: statistics only, without training.
-        EXCHANGE: local training. In its first local step the clients average every layer's moments (FedTAN).
+        MEASURE: statistics without training.
+        EXCHANGE: local training, in whose first step the clients average every layer's
+            moments (FedTAN).
     """
 
     TRAIN = "train"
@@ -41,7 +42,7 @@ class StatisticsReport(Enum):
         RUNNING: running statistics after training.
         BATCHES: moments of the training batches.
         FIRST: moments of the first training batch.
-        PASS: moments of the layers' inputs, measured in a pass over the data before training.
+        PASS: moments of the layers' inputs, from a pass before training.
         MOVING: moving averages over the training batches.
     """
 
@@ -54,14 +55,15 @@ class StatisticsReport(Enum):
 
 
 class Place(Enum):
-    """Name the place where a tensor lives.
+    """Name where a tensor lives.
 
     Attributes:
         SHARED: sent both ways, trained at clients, averaged.
-        STATISTIC: running statistics that are sent down. The server combines the clients' reports.
-        HOME: never leaves its client, which stores it between its rounds.
-        DOWN_ONLY: the server's. Clients receive it, and never send it.
-        COUNTER: never sent, never averaged, since the average need not be an integer.
+        STATISTIC: running statistics, sent down. The server combines the clients'
+            reports.
+        HOME: stored by its client, and never sent.
+        DOWN_ONLY: the server's; clients receive it and never send it.
+        COUNTER: never sent or averaged, as an average need not be an integer.
     """
 
     SHARED = "shared"
@@ -72,20 +74,20 @@ class Place(Enum):
 
 
 OBSERVED = (StatisticsReport.BATCHES, StatisticsReport.FIRST, StatisticsReport.MOVING)
-"""Reports on training batches, whose moments the layers record."""
+"""Reports on training batches."""
 MOMENTS = (*OBSERVED, StatisticsReport.PASS)
 
 
 class Refresh(Enum):
-    """Name the way of updating the shared statistics for the present weights, before an evaluation.
+    """Name how the shared statistics are updated before an evaluation.
 
     Attributes:
-        NOTHING: no update. The model is evaluated with the statistics of training.
-        EXACT: passes in evaluation mode, until all layers have the statistics of the union of all data. After
-            pass p, layers 1..p have them. One pass is enough if clients exchange statistics layer by layer
-            (``RECALIBRATIONS``).
-        HYBRID: one pass in training mode. It measures the mean and variance that every layer normalises with.
-        REPORTED: no pass. The reports of the round's clients are combined.
+        NOTHING: the statistics of training are evaluated.
+        EXACT: passes in evaluation mode. After pass p, layers 1..p have the statistics of
+            the union of all data. One pass is enough if clients exchange statistics layer
+            by layer (``RECALIBRATIONS``).
+        HYBRID: one pass in training mode. It measures what every layer normalises with.
+        REPORTED: no pass. The round's reports are combined.
     """
 
     NOTHING = "nothing"
@@ -96,27 +98,27 @@ class Refresh(Enum):
 
 INPUTS, NORMALISERS = MEASURED = ("inputs", "normalisers")
 EVERYONE, COHORT = "all", "cohort"
-"""The clients whose statistics are evaluated: all, or those that trained in the round."""
+"""Clients whose statistics are evaluated: all, or those of the round."""
 
 
 AS_TRAINED = -1
-"""Size of a statistics pass: as many samples as the client trains on in the round."""
+"""A statistics pass over as many samples as the client trains on in the round."""
 FEWEST = 64
-"""The fewest samples of a pass of size ``AS_TRAINED``, if the client has so many: that of HBN's code."""
+"""The fewest samples of such a pass, if the client has so many: that of HBN's code."""
 
 
 @dataclass(frozen=True)
 class StatisticsPass:
-    """Describe a pass over a client's data that measures every BatchNorm layer and changes no state.
+    """Describe a pass over a client's data that measures BatchNorm layers, and changes no state.
 
     Attributes:
-        lower_layers: the statistics with which the layers below the measured one normalise. ``shared``: as in
-            evaluation; combining the clients' moments is then exact in every layer. ``hybrid``: as in
-            training; it is then exact in the first layer only.
-        samples: the size of a seeded random subset. 0: all samples. ``AS_TRAINED``: as many as the client
-            trains on in the round, but at least ``FEWEST`` (``size``).
-        measured: ``inputs``: the moments of the layers' inputs. ``normalisers``: the mean and variance with
-            which a training batch is normalised (``Refresh.HYBRID``).
+        lower_layers: how the layers below the measured one normalise. ``shared``: as in
+            evaluation; combining the clients' moments is then exact in every layer.
+            ``hybrid``: as in training; it is then exact in the first layer only.
+        samples: size of a seeded random subset. 0: all. ``AS_TRAINED``: as many as the
+            client trains on in the round, but at least ``FEWEST``.
+        measured: ``inputs``: moments of the layers' inputs. ``normalisers``: the mean and
+            variance that normalise a training batch (``Refresh.HYBRID``).
     """
 
     lower_layers: str
@@ -124,32 +126,27 @@ class StatisticsPass:
     measured: str = "inputs"
 
     def size(self, samples: int, trained: int) -> int:
-        """Return the pass's size at a client with ``samples`` that trains on ``trained`` of them."""
+        """Return the pass's size for ``samples`` at the client, ``trained`` in the round."""
         wanted = max(FEWEST, trained) if self.samples == AS_TRAINED else self.samples or samples
         return min(wanted, samples)
 
     @classmethod
     def for_exchange(cls, measured: str, samples: int = 0) -> StatisticsPass:
-        """Return the pass of a statistics-only exchange.
-
-        ``inputs`` are measured over all data as in evaluation, ``normalisers`` as in training, on a random
-        subset of size ``samples`` (0 or ``AS_TRAINED``: all).
-        """
+        """Return the pass of a statistics-only exchange, over all data if ``samples`` is 0 or ``AS_TRAINED``."""
         return cls("hybrid", max(samples, 0), measured) if measured == NORMALISERS else cls("shared", 0, measured)
 
 
 @dataclass(frozen=True)
 class LayerReports:
-    """Hold the clients' reports on one layer, and what else the server's rule needs to combine them.
+    """Hold the clients' reports on one layer, and what the server's rule needs.
 
     Attributes:
-        parts: one ``Moments`` per client, in the order of the clients.
-        steps: the number of training batches per client: a mean over the clients, weighted by the counts of
-            ``parts``.
-        average: the rule that combines n clients' values.
-        pace: the round's learning rate divided by that of the first round.
-        scale: the standard deviation of the layer's input at the start of the run, if the server set it
-            (``federation.unit_scale``).
+        parts: one ``Moments`` per client.
+        steps: the clients' training batches: a mean, weighted by the counts of ``parts``.
+        average: combines n clients' values.
+        pace: the learning rate divided by that of round 1.
+        scale: the standard deviation of the layer's input at the start, if the server set
+            it (``federation.unit_scale``).
     """
 
     shared: Running
@@ -162,12 +159,12 @@ class LayerReports:
 
 
 def replace_by_pooled(reports: LayerReports) -> Running:
-    """Replace a layer's shared statistics by the pooled reports, which cover all clients' data."""
+    """Replace a layer's shared statistics by the pooled reports."""
     return _unbiased(pool(reports.parts, reports.average))
 
 
 def replace_by_averaged(reports: LayerReports) -> Running:
-    """Replace a layer's shared statistics by the reports' average (HBN's second ablation)."""
+    """Replace a layer's shared statistics by the average report (HBN's second ablation)."""
     return _unbiased(plain_average(reports.parts, reports.average))
 
 
@@ -176,7 +173,7 @@ def _unbiased(moments: Moments) -> Running:
 
 
 def keep(reports: LayerReports) -> Running:
-    """Return the shared statistics unchanged, for methods that combine no reports."""
+    """Return the shared statistics unchanged."""
     return reports.shared
 
 
@@ -190,39 +187,39 @@ class Method:
     """Define one way of doing batch normalisation in federated learning.
 
     Attributes:
-        name: the name in the run config and in reports.
-        layer: makes the replacement of a BatchNorm layer. None: torch's own layer stays.
-        prepare: changes the rest of the converted network. The log shows the first line of its docstring.
-        local: roles of tensors that never leave their client. The client stores them between its rounds.
-        local_in: ``(layer, index) -> roles``: the roles that never leave their client, beside ``local``, in
-            the BatchNorm layer with this name and place in the network (``named_modules``), counted from 0.
-            If its statistics are among them, ``layer`` does not replace this layer. None: no layer differs
-            from the others.
-        report: the statistics that clients report after training.
-        combine: computes a layer's new shared statistics from the clients' reports.
+        name: as in the run config and in reports.
+        layer: replaces a BatchNorm layer. None: torch's stays.
+        prepare: changes the rest of the converted network. The log shows its docstring's
+            first line.
+        local: roles of tensors that never leave their client, which stores them.
+        local_in: ``(layer, index) -> roles``: the roles that are local in the BatchNorm
+            layer of this name and place, beside ``local``. If statistics are among them,
+            ``layer`` does not replace it. None: all layers are alike.
+        report: what clients report after training.
+        combine: computes new shared statistics from the reports on a layer.
         phase: ``(round, rounds) -> Phase``. Rounds count from 1.
-        refresh: the statistics-only exchange before an evaluation, if the shared statistics were measured
-            with older weights (HBN).
-        refreshed_by: the clients in that exchange: ``all``, or the round's ``cohort``.
-        renew: computes a layer's shared statistics from the reports of that exchange.
-        calibrate: whether the shared statistics are measured before round 1, because training uses them.
+        refresh: the statistics-only exchange before an evaluation (HBN).
+        refreshed_by: the clients in it: ``all``, or the round's ``cohort``.
+        renew: computes shared statistics from the reports of that exchange.
+        calibrate: whether statistics are measured before round 1, because training uses
+            them.
         constant: whether training normalises with the shared statistics alone (FBN).
-        statistics_pass: the pass that measures the statistics.
+        statistics_pass: how statistics are measured.
         needs_running: whether torch's BatchNorm layers must have running statistics.
-        frozen: roles of tensors that do not change in frozen rounds.
-        frozen_rate: the upper limit of the learning rate in rounds with frozen statistics, as a share of the
-            highest rate before them. See ``learning_rate``.
-        scale: the standard deviation that ``federation.unit_scale`` gives to every BatchNorm layer's input at
-            the start of training. This needs shared statistics at the start.
-        bounded_scale: the value of ``scale`` in bounded training, see ``bounded``. None: ``scale``.
-        bounded_frozen_rate: the value of ``frozen_rate`` in bounded training. None: ``frozen_rate``.
-        centre: whether gradients of weights are centred, so that they ignore the mean of the inputs
-            (``federation.gradients``). None: in rounds with frozen statistics.
-        restarts: whether a client's optimiser loses its state, such as momentum, after a step with a
-            layer-wise exchange.
+        frozen: roles of tensors that stay in frozen rounds.
+        frozen_rate: the highest learning rate in rounds with frozen statistics, as a
+            share of that before them.
+        scale: the standard deviation that ``federation.unit_scale`` gives to BatchNorm
+            inputs at the start. This needs shared statistics.
+        bounded_scale: ``scale`` in bounded training, see ``bounded``. None: the same.
+        bounded_frozen_rate: ``frozen_rate`` in bounded training. None: the same.
+        centre: whether gradients of weights are centred, so that they ignore the inputs'
+            mean (``federation.gradients``). None: in rounds with frozen statistics.
+        restarts: whether the optimiser loses its state, such as momentum, after a step
+            with a layer-wise exchange.
         adversary: Byzantine clients, for experiments.
-        fraction: the share of the clients per round for which the method chose its options (HBN's tracking).
-            None: any.
+        fraction: the share of clients per round for which options were chosen (HBN's
+            tracking). None: any.
     """
 
     name: str
@@ -251,13 +248,13 @@ class Method:
     fraction: float | None = None
 
     def other_fraction(self, share: float) -> str:
-        """Say that a round has a smaller share of the clients than the options are for, else nothing."""
+        """Say that a round has a smaller share of clients than the options are for, else nothing."""
         if self.fraction != 1 or share >= 1:
             return ""
         return f"{self.name} follows the statistics as if all clients took part in every round: give {self.name}(fraction={share:g})"
 
     def place(self, role: Role, home: frozenset[Role] = frozenset()) -> Place:
-        """Return where tensors of this role live, if the roles ``home`` stay at home in their layer."""
+        """Return where tensors of this role live, if ``home`` stay at home in their layer."""
         local = self.local | home
         if role in local or role is Role.KEPT or (role is Role.RECOMPUTED and Role.WEIGHT in local):
             return Place.HOME
@@ -266,27 +263,27 @@ class Method:
         return {Role.COUNTER: Place.COUNTER, Role.STATISTIC: Place.STATISTIC}.get(role, Place.SHARED)
 
     def home(self, layer: str, index: int) -> frozenset[Role]:
-        """Return the roles that stay at home in one BatchNorm layer, beside ``local``."""
+        """Return the roles that stay at home in one layer, beside ``local``."""
         return frozenset() if self.local_in is None else self.local_in(layer, index)
 
     def shares(self, role: Role) -> bool:
-        """Return whether tensors of this role are shared, but for layers with ``local_in``."""
+        """Return whether this role is shared, but for layers with ``local_in``."""
         return self.place(role) in (Place.SHARED, Place.STATISTIC)
 
     def keeps(self, role: Role) -> bool:
-        """Return whether all tensors of this role stay at their client."""
+        """Return whether all tensors of this role stay at home."""
         return self.place(role) is Place.HOME
 
     def reports(self, phase: Phase) -> StatisticsReport:
-        """Return the kind of statistics that a client reports in this phase."""
+        """Return what a client reports in this phase."""
         if self.freezes_statistics(phase):
             return StatisticsReport.NOTHING
         return StatisticsReport.PASS if phase is Phase.MEASURE else self.report
 
     def measures_cohort(self, round: int) -> bool:
-        """Return whether only the cohort takes part in a statistics-only exchange after ``round``.
+        """Return whether only the cohort joins the statistics-only exchange after ``round``.
 
-        The exchange before round 1, in which all clients take part, counts as round 0.
+        All clients join the one before round 1, which is round 0 here.
         """
         return round > 0 and self.refreshed_by == COHORT
 
@@ -301,9 +298,9 @@ class Method:
     def learning_rate(self, schedule: Callable[[int, int], float], round: int, rounds: int) -> float:
         """Return the learning rate of ``round``.
 
-        While the statistics are frozen, the rate of ``schedule(round, rounds)`` is limited to ``frozen_rate``
-        times the highest rate before the freeze. There is no limit if the statistics are frozen from round 1
-        on, or all rates before are 0.
+        While statistics are frozen, ``schedule(round, rounds)`` is limited to
+        ``frozen_rate`` times the highest rate before the freeze, unless that is 0 or the
+        freeze starts in round 1.
         """
         rate = schedule(round, rounds)
         if self.frozen_rate == 1 or not self.freezes_statistics(self.phase(round, rounds)):
@@ -313,21 +310,21 @@ class Method:
         return min(rate, self.frozen_rate * highest) if highest else rate
 
     def uses_shared(self, rounds: int) -> bool:
-        """Return whether the shared statistics, alone or in a mixture, normalise the run's first batch."""
+        """Return whether the run's first batch is normalised with shared statistics, perhaps in a mixture."""
         frozen = self.freezes_statistics(self.phase(1, rounds))
         return self.calibrate or (self.shares(Role.STATISTIC) and (self.constant or frozen))
 
     @property
     def has_statistics(self) -> bool:
-        """Return whether the server combines BatchNorm's statistics, perhaps only for evaluations."""
+        """Return whether the server combines statistics, perhaps only for evaluations."""
         return self.report is not StatisticsReport.NOTHING or self.refresh is not Refresh.NOTHING
 
     @property
     def at_clients(self) -> str:
-        """Return, as text, the options that decide what a client computes. The server needs the same ones.
+        """Return, as text, the options that decide what a client computes.
 
-        Options that only the server uses, such as ``freeze_after``, are left out, and values without a text,
-        such as functions.
+        The server needs the same ones. Its own options, such as ``freeze_after``, and
+        functions are left out.
         """
         parts: dict[str, Any] = {
             "report": self.report,
@@ -344,16 +341,16 @@ class Method:
 
     @property
     def starts_small(self) -> bool:
-        """Return whether bounded training begins with BatchNorm's inputs at ``bounded_scale``."""
+        """Return whether bounded training begins with ``bounded_scale``."""
         return self.bounded_scale is not None and bool(self.centre)
 
     def bounded(self) -> Method:
-        """Return a copy of the method for bounded training, that is, with clipped gradients.
+        """Return a copy of the method for training with clipped gradients.
 
-        ``bounded_scale`` replaces ``scale`` if the method centres gradients in every round, and
-        ``bounded_frozen_rate`` replaces ``frozen_rate`` if it centres them in frozen rounds. Without
-        centring, a smaller scale lowers the accuracy, and frozen rounds at the full learning rate end at
-        chance level.
+        ``bounded_scale`` applies if the method centres gradients in every round, and
+        ``bounded_frozen_rate`` if it centres them in frozen rounds. Without centring, a
+        smaller scale lowers the accuracy, and frozen rounds at the full learning rate end
+        at chance level.
         """
         scale = self.bounded_scale if self.bounded_scale is not None and self.centre else self.scale
         share = self.bounded_frozen_rate if self.bounded_frozen_rate is not None and self.centres(Phase.FROZEN) else self.frozen_rate
@@ -366,31 +363,31 @@ class Method:
 
     @property
     def pools(self) -> bool:
-        """Return whether clients report moments, which the server pools."""
+        """Return whether the server pools moments that clients report."""
         return self.report in MOMENTS
 
     @property
     def measures_first(self) -> bool:
-        """Return whether a client measures statistics in a pass over its data before it trains."""
+        """Return whether clients measure statistics before they train."""
         return self.report is StatisticsReport.PASS
 
     @property
     def exchanges(self) -> bool:
-        """Return whether clients exchange statistics layer by layer in their first local step (FedTAN)."""
+        """Return whether clients exchange statistics layer by layer (FedTAN)."""
         return Phase.EXCHANGE in (self.phase(1, 2), self.phase(2, 2))
 
     @property
     def personal(self) -> bool:
-        """Return whether every client keeps BatchNorm tensors, and so has a model of its own."""
+        """Return whether every client keeps BatchNorm tensors, so has its own model."""
         return self.local_in is not None or bool(self.local & {Role.AFFINE, Role.STATISTIC})
 
 
 FROZEN_RATE = 0.1
-"""Share of the learning rate after the freeze in FixBN. Its paper divides by ten (section 5, Table G)."""
+"""FixBN's share of the learning rate after the freeze: a tenth (section 5, Table G)."""
 BOUNDED_FROZEN_RATE = 0.15
-"""Share of the learning rate after the freeze for every method, in bounded training with centred gradients.
+"""The same for every method, in bounded training with centred gradients.
 
-It is the largest that was tried at which accuracy never fell more than 2 points below its level at the
+It is the largest tried at which accuracy never fell over 2 points below that at the
 freeze: docs/methods/fixbn.md.
 """
 
@@ -404,23 +401,23 @@ def freeze(
 ) -> Method:
     """Return a copy of ``method`` that freezes BatchNorm tensors after some rounds (FixBN, FedTAN-II).
 
-    In frozen rounds, BatchNorm layers normalise with the statistics of round ``after``, bit for bit. All
-    parameters are still trained, and no statistics are reported. A network with constant statistics depends
-    on the scale of its weights, and its gradient contains the mean of a layer's input, so it collapses at a
-    high learning rate. So frozen rounds centre gradients and reduce the rate (``Method.learning_rate``).
+    In frozen rounds, BatchNorm layers normalise with the statistics of round ``after``,
+    bit for bit. All parameters are still trained. The network then depends on its
+    weights' scale, and its gradient contains the mean of a layer's input, so it collapses
+    at a high learning rate. So frozen rounds centre gradients and reduce the rate.
 
     Args:
-        method: the method of the rounds before the freeze.
+        method: for the rounds before.
         after: last round before the freeze. Default: half of the rounds.
-        what: roles of the tensors that freeze: statistics, affine parameters, or both (FixBN's Table H).
-            Frozen affine parameters are not given to the optimiser.
-        rate: upper limit of the learning rate in frozen rounds, as a share of the highest rate before them,
-            in (0, 1]. 1: no limit. Default: ``BOUNDED_FROZEN_RATE`` in bounded training (``Method.bounded``)
-            with centred gradients, else ``unbounded_rate``.
-        unbounded_rate: the default of ``rate`` in all other training.
+        what: roles of the tensors that freeze: statistics, affine parameters, or both
+            (Table H). The optimiser does not get frozen parameters.
+        rate: the highest learning rate in frozen rounds, as a share of that before, in
+            (0, 1]. 1: no limit. Default: ``BOUNDED_FROZEN_RATE`` in bounded training with
+            centred gradients, else ``unbounded_rate``.
+        unbounded_rate: the default of ``rate`` otherwise.
 
     Raises:
-        ValueError: statistics are to freeze, but the method has no running statistics in training.
+        ValueError: the method has no running statistics in training to freeze.
     """
     share = unbounded_rate if rate is None else rate
     if Role.STATISTIC in what and method.report is StatisticsReport.NOTHING and Role.STATISTIC not in method.local:
@@ -436,12 +433,12 @@ def freeze(
 
 
 def freeze_after() -> Any:
-    """Declare the option ``freeze-after``, for methods that always freeze (FixBN, FedTAN-II)."""
+    """Declare ``freeze-after``, for methods that always freeze (FixBN, FedTAN-II)."""
     return option(None, "last round before the statistics freeze; -1: half of the rounds", ">= 0", key="freeze-after", unset=-1)
 
 
 def frozen_rate() -> Any:
-    """Declare the limit of the learning rate in frozen rounds, for the same methods as ``freeze_after``."""
+    """Declare the limit of the learning rate in frozen rounds."""
     return option(
         None,
         "upper limit of the learning rate in rounds with frozen statistics, as a share of the highest rate before them; 1: the schedule "
@@ -458,10 +455,9 @@ def _freeze_phase(before: Callable[[int, int], Phase], after: int | None, round:
 
 
 def attacked(method: Method, attack: str | Attack, f: int, on: str = "both", strength: float = 0.0) -> Method:
-    """Return a copy of ``method`` for experiments, with the last ``f`` clients of all Byzantine.
+    """Return a copy of ``method`` whose last ``f`` clients are Byzantine, for experiments.
 
-    The Byzantine clients know all honest replies, and collude. For the options see
-    ``robust.attacks.Adversary``.
+    They know all honest replies, and collude: ``robust.attacks.Adversary``.
 
     Raises:
         ValueError: the method shares no tensors.

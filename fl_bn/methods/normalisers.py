@@ -1,19 +1,19 @@
-"""Define the baselines with group, layer and instance normalisation instead of BatchNorm, and with static BatchNorm.
+"""Define the baselines with group, layer, instance and static batch normalisation.
 
-Group Normalization, Wu and He, ECCV 2018; The Non-IID Data Quagmire of Decentralized Machine Learning, Hsieh
-et al., ICML 2020. Everything is averaged as in FedAvg.
+Group Normalization, Wu and He, ECCV 2018; The Non-IID Data Quagmire of Decentralized
+Machine Learning, Hsieh et al., ICML 2020. Everything is averaged as in FedAvg.
 
-GN with weight standardisation: convolutions normalise their weights, too (Micro-Batch Training with
-Batch-Channel Normalization and Weight Standardization, Qiao, Wang, Liu, Shen, Yuille, 2019, equations 2-3).
-``W^ = (W - mean(W)) / sqrt(var(W) + eps)``, with mean and (biased) variance over the inputs of each output
-channel. W itself is trained, sent and averaged.
+GN with weight standardisation: convolutions normalise their weights, too (Micro-Batch
+Training with Batch-Channel Normalization and Weight Standardization, Qiao, Wang, Liu,
+Shen, Yuille, 2019, equations 2-3). ``W^ = (W - mean(W)) / sqrt(var(W) + eps)``, with the
+(biased) variance over the inputs of each output channel. W itself is trained and sent.
 
-Static BN: batch statistics in training, and statistics measured before each evaluation. HeteroFL: Computation
-and Communication Efficient Federated Learning for Heterogeneous Clients, Diao, Ding, Tarokh, ICLR 2021,
-section 3 (sBN). In the paper the clients report these statistics once, and each layer is measured while those
-below it normalise with batch statistics, which is exact in the first layer only. Here the clients make
-passes, each with the pooled statistics of the pass before, until all layers have those of the union of all
-data (``Refresh.EXACT``). Training never uses these statistics.
+Static BN: batch statistics in training, and statistics measured before each evaluation.
+HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous
+Clients, Diao, Ding, Tarokh, ICLR 2021, section 3 (sBN). In the paper clients report them
+once, and layers below the measured one use batch statistics, which is exact in the first
+layer only. Here passes follow until all layers have those of the union of all data
+(``Refresh.EXACT``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class GNOptions(Options):
-    """Hold the options of ``gn``. 2 groups is as in the FixBN paper, with layers of only 16 channels."""
+    """Hold the options of ``gn``. 2 groups is as in the FixBN paper, with 16 channels."""
 
     name: ClassVar[str] = "gn"
     groups: int = option(2, "groups per layer", ">= 1", key="groups")
@@ -50,24 +50,24 @@ def gn(options: GNOptions) -> Method:
 
 
 def ln() -> Method:
-    """Make the baseline with layer normalisation over (C, *), which is one group. It has no options."""
+    """Make the baseline with layer normalisation over (C, *). It has no options."""
     return Method("ln", layer=partial(group_norm, groups=1))
 
 
 def instance() -> Method:
-    """Make the baseline with instance normalisation, for inputs with a spatial extent. It has no options."""
+    """Make the baseline with instance normalisation, for spatial inputs. It has no options."""
     return Method("in", layer=partial(group_norm, groups=0, kind=InstanceNorm))
 
 
 def standardise(weight: Tensor) -> Tensor:
-    """Scale ``weight`` (O, I, *) to mean 0 and, except for eps, variance 1 over all axes but the first."""
+    """Scale ``weight`` (O, I, *) to mean 0 and variance 1 over all axes but the first."""
     dims = list(range(1, weight.dim()))
     variance, mean = torch.var_mean(weight, dims, correction=0, keepdim=True)
     return (weight - mean) * torch.rsqrt(variance + EPS)
 
 
 class Standardised(Composed):
-    """Convolve with standardised weights. ``composed`` adds the convolution's own class."""
+    """Convolve with standardised weights."""
 
     standardise = staticmethod(standardise)
 
@@ -76,18 +76,16 @@ class Standardised(Composed):
 
 
 def standardise_convolutions(model: nn.Module) -> nn.Module:
-    """Make every convolution of ``model`` standardise its weights. ``model`` is changed in place, and returned."""
+    """Make every convolution of ``model`` standardise its weights, in place."""
     return replace_convolutions(model, Standardised, "use gn")
 
 
 def replace_convolutions(model: nn.Module, way: type[Composed], advice: str) -> nn.Module:
-    """Let every convolution of ``model`` compute in the way of the base class ``way``, in place.
-
-    Tensors, hooks and modes stay.
+    """Let ``model``'s convolutions compute in the way of base class ``way``, in place.
 
     Raises:
-        Unconvertible: a convolution is not of torch's own class Conv1d, Conv2d or Conv3d, or has only one
-            weight per output channel. The message ends with ``advice``.
+        Unconvertible: a convolution is not torch's own, or it has only one weight per
+            output channel. The message ends with ``advice``.
     """
     for name, module in model.named_modules():
         if not isinstance(module, _ConvNd):
@@ -103,15 +101,15 @@ def replace_convolutions(model: nn.Module, way: type[Composed], advice: str) -> 
 
 @takes(GNOptions)
 def gn_ws(options: GNOptions) -> Method:
-    """Make the baseline with group normalisation, ``groups`` per layer, and standardised weights."""
+    """Make the baseline with group normalisation and standardised weights."""
     return replace(gn(options.groups), name="gn-ws", prepare=standardise_convolutions)
 
 
 class StaticBatchNorm(SharedNorm):
-    """Normalise a training batch with the batch's own statistics, and keep no running average of them."""
+    """Normalise training batches with their own statistics, without running average."""
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` (B, C, *): with its own moments in training, else with running statistics."""
+        """Normalise ``x`` (B, C, *): in training with its own moments."""
         self.check_input(x)
         if self.observation is not None:
             self.observation(self, x)
@@ -121,5 +119,5 @@ class StaticBatchNorm(SharedNorm):
 
 
 def static_bn() -> Method:
-    """Make the method Static BN: statistics are measured for evaluation only. It has no options."""
+    """Make Static BN: statistics are measured for evaluation only. It has no options."""
     return Method("static-bn", layer=StaticBatchNorm.from_batch_norm, refresh=Refresh.EXACT)

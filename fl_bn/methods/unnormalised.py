@@ -1,49 +1,48 @@
-"""Define the baselines without normalisation: FedFN, FedWon and Fixup. BatchNorm becomes its scale and shift.
+"""Define the baselines without normalisation: FedFN, FedWon and Fixup.
 
-**FedFN**: FedFN: Feature Normalization for Alleviating Data Heterogeneity Problem in Federated
-Learning, Kim, Lee, Oh, Yun, FL@FM-NeurIPS 2023. The classifier receives feature vectors that all
-have the same length.
+**FedFN**: FedFN: Feature Normalization for Alleviating Data Heterogeneity Problem in
+Federated Learning, Kim, Lee, Oh, Yun, FL@FM-NeurIPS 2023. The classifier's features have
+equal lengths.
 
-As in the HBN paper's comparison of methods, BatchNorm layers keep scale and shift, since most layers before a
-BatchNorm have no bias, and features are scaled to the length sqrt(d), for d features. With a length of 1, a
-classifier of small weights learns very slowly. The comparison's code normalises before two linear layers,
-this file only before the last.
+As in the HBN paper's comparison, BatchNorm layers keep scale and shift, since most layers
+before them have no bias, and d features get the length sqrt(d). With length 1, a
+classifier of small weights learns very slowly. The comparison normalises before two
+linear layers, this file only before the last.
 
-**FedWon**: Triumphing Multi-domain Federated Learning Without Normalization, Zhuang, Lyu, ICLR 2024, section 3
-(scaled weight standardisation, WSConv). The reparametrisation is that of Characterizing Signal Propagation to
-Close the Performance Gap in Unnormalized ResNets, Brock, De, Smith, ICLR 2021, section 4 (NF-ResNets).
+**FedWon**: Triumphing Multi-domain Federated Learning Without Normalization, Zhuang, Lyu,
+ICLR 2024, section 3 (scaled weight standardisation, WSConv). The reparametrisation is
+that of Characterizing Signal Propagation to Close the Performance Gap in Unnormalized
+ResNets, Brock, De, Smith, ICLR 2021, section 4 (NF-ResNets).
 
-``W^ = gain * (W - mean(W)) / (std(W) * sqrt(N))``. Mean and (biased) standard deviation are over the N
-weights of each output channel, its fan-in. Inputs of independent channels with mean square 1 yield outputs of
-variance ``gain^2``, and the weights add no shift to the outputs' mean. W itself is trained, sent and
-averaged.
+``W^ = gain * (W - mean(W)) / (std(W) * sqrt(N))``. Mean and (biased) standard deviation
+are over the N weights of each output channel, its fan-in. Outputs of independent inputs
+with mean square 1 have variance ``gain^2``. W itself is trained, sent and averaged.
 
-The gain has two factors. The fixed one, as in FedWon, is ``sqrt(2 / (1 - 1/pi))``: one over the standard
-deviation of ReLU(x) for a standard normal x. The learnable one, per output channel, is as in High-Performance
-Large-Scale Image Recognition Without Normalization, Brock et al., ICML 2021 (NF-Nets). It is the scale of the
-former BatchNorm, whose shift is the bias: ``scale * (W^ x) + shift``.
+The gain has two factors. The fixed one is ``sqrt(2 / (1 - 1/pi))``, from ReLU(x) of a
+standard normal x. The learnable one, per output channel, is as in High-Performance
+Large-Scale Image Recognition Without Normalization, Brock et al., ICML 2021 (NF-Nets). It
+is the scale of the former BatchNorm, whose shift is the bias: ``scale * (W^ x) + shift``.
 
-The papers train with adaptive gradient clipping (AGC, NF-Nets section 4.1) at the client: ``clip='adaptive'``
-in the run config. Linear layers do not change. Residual branches are not scaled as in NF-ResNets (alpha and
-beta there), because FedWon does without it.
+The papers train with adaptive gradient clipping (NF-Nets section 4.1):
+``clip='adaptive'`` in the run config. Linear layers do not change. As in FedWon, residual
+branches are not scaled.
 
-**Fixup**: Fixup Initialization: Residual Learning Without Normalization, Zhang, Dauphin, Ma, ICLR
-2019, section 3 (the three rules) and equation 5.
+**Fixup**: Fixup Initialization: Residual Learning Without Normalization, Zhang, Dauphin,
+Ma, ICLR 2019, section 3 (the three rules) and equation 5.
 
 1. The last layer of every residual branch, and the classifier, start at 0.
-2. All other layers start with He's standard deviation, ``sqrt(2 / fan_in)``. Inside a branch of m layers it
-is multiplied by ``L^(-1 / (2m - 2))``, for L branches in all.
-3. Every branch ends in a scalar multiplier (1), and a scalar bias (0) replaces every BatchNorm.
+2. All other layers start with He's standard deviation, ``sqrt(2 / fan_in)``, multiplied by
+   ``L^(-1 / (2m - 2))`` inside a branch of m layers, for L branches in all.
+3. Every branch ends in a scalar multiplier (1), and a scalar bias (0) replaces every
+   BatchNorm.
 
-Unlike the paper's own networks, biases stand only in the place of a BatchNorm, not before convolutions and
-linear layers. The initial weights are the network's, rescaled. So the conversion is for training from the
-start: pre-trained weights would lose their scale. Networks without residual branches, which the paper does
-not cover, keep a multiplier and a bias in place of every BatchNorm, with rule 1 (for the classifier) and rule
-2 (L = 0).
+Unlike in the paper, biases stand only in place of a BatchNorm. The network's initial
+weights are rescaled, so pre-trained weights would lose their scale. Networks without
+residual branches, which the paper does not cover, keep a multiplier and a bias in place
+of every BatchNorm, with rule 1 (for the classifier) and rule 2 (L = 0).
 
-As the classifier starts at 0, the first step changes no layer below it.
-
-Symbols: gamma -> GAIN, N -> fan_in (FedWon); L -> branches, m -> weighted layers of a branch (Fixup).
+Symbols: gamma -> GAIN, N -> fan_in (FedWon); L -> branches, m -> weighted layers of a
+branch (Fixup).
 """
 
 from __future__ import annotations
@@ -68,10 +67,9 @@ from fl_bn.models.head import head_of
 
 
 class ScaleShift(_NormBase):
-    """Compute ``x * weight + bias`` for ``x`` (B, C, *), per channel unless ``num_features`` is 1.
+    """Compute ``x * weight + bias`` per channel, or by scalars if ``num_features`` is 1.
 
-    It derives from torch's norm layers, so its tensors have the roles of a norm layer's tensors
-    (``fl_bn.bn.roles``).
+    As it derives from torch's norm layers, its tensors have their roles.
     """
 
     def forward(self, x_BC: Tensor) -> Tensor:
@@ -83,22 +81,22 @@ class ScaleShift(_NormBase):
 
 
 def per_channel(layer: _BatchNorm, features: int = 0) -> ScaleShift:
-    """Make a ``ScaleShift`` with scale and shift of ``layer``, or 1 and 0 for other ``features``."""
+    """Make a ``ScaleShift`` from ``layer``, with 1 and 0 for other ``features``."""
     momentum = 0.1 if layer.momentum is None else layer.momentum
     new = ScaleShift(features or layer.num_features, layer.eps, momentum, layer.affine, track_running_stats=False)
     return in_place_of(new, layer)
 
 
 def scalars(layer: _BatchNorm) -> ScaleShift:
-    """Make a ``ScaleShift`` with one multiplier of 1 and one bias of 0, in place of ``layer``."""
+    """Make a ``ScaleShift`` with scalars 1 and 0, in place of ``layer``."""
     return per_channel(layer, 1)
 
 
 class Normalised(Composed):
-    """Apply a linear layer or a convolution to features that are first scaled to the Euclidean length sqrt(d)."""
+    """Apply a layer to features of d channels scaled to the Euclidean length sqrt(d)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Scale ``input`` (*, d), or every pixel of (B, d, H, W), and apply the layer."""
+        """Scale ``input`` (*, d), or the pixels of (B, d, H, W), and apply the layer."""
         dim = 1 if isinstance(self, nn.Conv2d) else -1
         scaled: Tensor = super().forward(F.normalize(input, dim=dim) * math.sqrt(input.shape[dim]))
         return scaled
@@ -108,10 +106,10 @@ KINDS = (nn.Linear, nn.Conv2d)
 
 
 def normalise_features(model: nn.Module) -> nn.Module:
-    """Make the head (the last linear layer, or else the last convolution) scale its input of d features to length sqrt(d).
+    """Make the head (last linear layer, else convolution) scale its d features to length sqrt(d).
 
     Raises:
-        Unconvertible: the model has no head, or the head is not of torch's own class Linear or Conv2d.
+        Unconvertible: the model has no head, or it is not torch's own Linear or Conv2d.
     """
     name, module = head_of(model) or ("the model", model)
     if type(module) not in KINDS:
@@ -124,7 +122,7 @@ def normalise_features(model: nn.Module) -> nn.Module:
 
 
 def fedfn() -> Method:
-    """Make the method FedFN: no BatchNorm, and a head that normalises its features. It has no options."""
+    """Make FedFN: no BatchNorm, and a head that normalises its features. It has no options."""
     return Method("fedfn", layer=per_channel, prepare=normalise_features)
 
 
@@ -133,7 +131,7 @@ LEAST = 1e-4  # lower bound of var(W) * N, as in NF-Nets' code; it matters only 
 
 
 def scaled_standardise(weight: Tensor) -> Tensor:
-    """Scale ``weight`` (O, I, *) to mean 0 and variance GAIN^2 / fan_in over all axes but the first."""
+    """Scale ``weight`` (O, I, *) to mean 0 and variance GAIN^2 / fan_in per output channel."""
     dims = list(range(1, weight.dim()))
     variance, mean = torch.var_mean(weight, dims, correction=0, keepdim=True)
     fan_in = weight[0].numel()
@@ -141,7 +139,7 @@ def scaled_standardise(weight: Tensor) -> Tensor:
 
 
 class ScaledStandardised(Standardised):
-    """Convolve with scaled standardised weights. ``composed`` adds the convolution's own class."""
+    """Convolve with scaled standardised weights."""
 
     standardise = staticmethod(scaled_standardise)
 
@@ -150,14 +148,11 @@ INSTEAD = "use fedfn, fixup or gn"
 
 
 def scale_convolutions(model: nn.Module) -> nn.Module:
-    """Make every convolution of ``model`` standardise its weights and divide them by the root of its fan-in.
-
-    The weights of each output channel then have mean 0 and variance ``GAIN**2 / fan_in``
-    (``scaled_standardise``). ``model`` is changed in place, and returned.
+    """Make ``model``'s convolutions standardise and scale their weights, in place.
 
     Raises:
-        Unconvertible: the model has BatchNorm but no convolution. Or a convolution is not of
-            torch's own class Conv1d, Conv2d or Conv3d, or has only one weight per output channel.
+        Unconvertible: the model has BatchNorm but no convolution. Or a convolution is not
+            torch's own, or has only one weight per output channel.
     """
     if any(isinstance(m, ScaleShift) for m in model.modules()) and not any(isinstance(m, _ConvNd) for m in model.modules()):
         raise Unconvertible(f"fedwon replaces BatchNorm by scaled convolutions, but the model has BatchNorm and no convolution: {INSTEAD}")
@@ -165,7 +160,7 @@ def scale_convolutions(model: nn.Module) -> nn.Module:
 
 
 def fedwon() -> Method:
-    """Make the method FedWon: no BatchNorm, and convolutions with scaled standardised weights."""
+    """Make FedWon: no BatchNorm, and convolutions with scaled standardised weights."""
     return Method("fedwon", layer=per_channel, prepare=scale_convolutions)
 
 
@@ -174,7 +169,7 @@ WEIGHTED = (nn.Linear, _ConvNd)
 
 @dataclass(frozen=True)
 class Branch:
-    """Name a residual branch's layers with weights and its norm layers, in forward order."""
+    """Name a residual branch's weighted layers and norm layers, in forward order."""
 
     weighted: tuple[str, ...]
     norms: tuple[str, ...]
@@ -186,13 +181,12 @@ class _Tracer(fx.Tracer):
 
 
 def residual_branches(model: nn.Module, prefix: str = "") -> Iterator[Branch]:
-    """Yield every branch whose result is added to a shortcut, in the order of the forward pass.
+    """Yield every branch that is added to a shortcut, in forward order.
 
-    If two paths from one tensor meet in an addition, the path with more layers is the branch (if equal, the
-    first operand), and the other is the shortcut. A path that itself contains such an addition is no branch.
-    A module whose forward pass depends on values or shapes cannot be traced. Then its submodules are searched
-    one by one, and additions in its own forward pass are not found. ``prefix`` is put before the names in the
-    result.
+    If two paths from one tensor meet in an addition, the longer is the branch (if equal,
+    the first operand). A path that contains such an addition is none. A module whose
+    forward pass depends on values or shapes cannot be traced. Then its submodules are
+    searched, but not its own additions. ``prefix`` is put before the names.
     """
     if not any(model.children()):
         return
@@ -232,10 +226,10 @@ def _branch(model: nn.Module, graph: fx.Graph, side: frozenset[fx.Node], prefix:
 
 @torch.no_grad()
 def initialise(model: nn.Module) -> nn.Module:
-    """Set the last layer of every residual branch and the head to 0, and scale the other weights by Fixup's rule, in place.
+    """Zero the last layers of residual branches and the head, and scale other weights by Fixup's rule.
 
-    If the model has residual branches, only the last ``ScaleShift`` of each keeps its multiplier (rule 3). A
-    model that had no BatchNorm is not changed.
+    The last ``ScaleShift`` of each branch keeps its multiplier (rule 3). A model that had
+    no BatchNorm is not changed.
 
     Raises:
         Unconvertible: a layer computes its weight from other parameters.
@@ -270,5 +264,5 @@ def _rescale(weight: torch.Tensor, deviation: float) -> None:
 
 
 def fixup() -> Method:
-    """Make the method Fixup: initial weights with which a network trains without BatchNorm."""
+    """Make Fixup: initial weights with which a network trains without BatchNorm."""
     return Method("fixup", layer=scalars, prepare=initialise)
