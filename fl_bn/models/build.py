@@ -46,22 +46,23 @@ def build(
     """Make a freshly initialised network for images.
 
     Args:
-        name: one of ``MODELS``, a classification model of torchvision ("resnet18", "vgg11_bn"), or
-            a function of your own as "package.module:function", which is called with ``classes``,
-            ``channels`` and ``image_size`` by name.
-        classes: the number of outputs: classes, values or labels.
-        channels: the number of channels of an image.
-        image_size: the pixels along each side of an image.
-        seed: the seed of the initial weights. Torch's global generator is not changed. None:
-            weights are drawn from that generator.
-        weights: a file of initial weights (see ``weights``). Empty: none.
-        modules: the modules that may hold a function of your own. None: any.
-        maker: the function that makes the network. None: ``name`` decides.
+        name: one of ``MODELS``, a classification model of torchvision ("resnet18"), or
+            your own function as "package.module:function", which is called with
+            ``classes``, ``channels`` and ``image_size`` by name.
+        classes: the number of outputs.
+        channels: of an image.
+        image_size: pixels along each side.
+        seed: gives the initial weights, without torch's global generator. None: that
+            generator does.
+        weights: a file of initial weights (``load_weights``). Empty: none.
+        modules: those that may hold your own function. None: any.
+        maker: makes the network from classes, channels and image size. None: ``name``
+            decides.
 
     Raises:
-        ValueError: the name is unknown, a function is missing or takes other arguments, the network
-            cannot take such images, or the weights are another network's.
-        TypeError: a function of your own returned no ``nn.Module``.
+        ValueError: the name is unknown, a function is missing or takes other arguments,
+            the network cannot take such images, or weights do not fit.
+        TypeError: your own function returned no ``nn.Module``.
     """
     if min(classes, channels, image_size) < 1:
         raise ValueError(f"a model needs at least 1 class, channel and pixel, but got {classes=}, {channels=}, {image_size=}")

@@ -1,4 +1,4 @@
-"""Find the head of a network, or replace it by a projection and a new head."""
+"""Find a network's head, or replace it by a projection and a new head."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ Weighted = nn.Linear | _ConvNd
 
 
 def head_of(model: nn.Module) -> tuple[str, Weighted] | None:
-    """Find the head of ``model``: its last linear layer, or else its last convolution.
+    """Find ``model``'s head: its last linear layer, or else (segmentation) its last convolution.
 
-    The last layer is the last one of ``named_modules``, whose order is that in which the network's
-    constructor sets its layers. A head that is set before other such layers is not found.
+    "Last" is the order of ``named_modules``, in which the constructor sets its layers. If
+    it sets the head before other such layers, the result is wrong.
 
     Returns:
-        Name and module, or None if the model has no such layer.
+        Name and module, or None.
     """
     last: tuple[str, Weighted] | None = None
     for name, module in model.named_modules():

@@ -1,6 +1,6 @@
 """Make small networks with BatchNorm, which train quickly on a CPU, and ResNet-20.
 
-Layers before a BatchNorm have no bias, as the BatchNorm's shift would make it redundant.
+Layers before a BatchNorm have no bias: its shift would make it redundant.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ BLOCKS = 3  # blocks of each width
 def simple_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
     """Make Simple-CNN of the HBN paper.
 
-    It has three 3x3 convolutions with 16, 32 and 64 channels. BatchNorm follows each of them, and
-    pooling then halves the image. A hidden layer of 128 units without BatchNorm follows. The first
-    linear layer depends on the image size: it has 1,024 inputs at the paper's 32 pixels.
+    Three 3x3 convolutions with 16, 32 and 64 channels have BatchNorm and pooling, which
+    halves the image. A hidden layer of 128 units without BatchNorm follows. Its size
+    depends on the image: 1,024 inputs at the paper's 32 pixels.
     """
     check_size("simple-cnn", image_size, 8)
     blocks, hidden = _blocks(channels), nn.Linear(64 * (image_size // 8) ** 2, 128)
@@ -30,10 +30,10 @@ def simple_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
 def digits_cnn_small(classes: int, channels: int, image_size: int) -> nn.Module:
     """Make a small version of the FedBN paper's digits network.
 
-    It has three 3x3 convolutions with 16, 32 and 64 channels. Pooling halves the image after each
-    of them. A hidden layer of 64 units follows. BatchNorm follows each of these four layers. There
-    are 40,858 parameters for 10 classes at 16 pixels of RGB. The BatchNorm after the linear layer
-    sees one value per image and channel, so label skew affects it most.
+    Three 3x3 convolutions with 16, 32 and 64 channels, each followed by pooling, and a
+    hidden layer of 64 units all have BatchNorm. There are 40,858 parameters for 10
+    classes at 16 pixels of RGB. The last BatchNorm sees one value per image and channel,
+    so label skew affects it most.
     """
     check_size("digits-cnn-small", image_size, 8)
     blocks, hidden = _blocks(channels), _linear(64 * (image_size // 8) ** 2, 64)
@@ -41,7 +41,7 @@ def digits_cnn_small(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def mlp(classes: int, channels: int, image_size: int) -> nn.Module:
-    """Make a network with two hidden layers of 64 units, each with BatchNorm and ReLU."""
+    """Make a network of two hidden layers of 64 units with BatchNorm and ReLU."""
     check_size("mlp", image_size, 1)
     return nn.Sequential(
         OrderedDict(
@@ -54,9 +54,9 @@ def mlp(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def table_mlp(classes: int, channels: int, image_size: int) -> nn.Module:
-    """Make ``mlp`` with a BatchNorm before its first layer, which scales a table's columns.
+    """Make ``mlp`` after a BatchNorm, which brings a table's columns to the same scale.
 
-    The running statistics of that layer are the mean and variance of every column.
+    Its running statistics are the mean and variance of every column.
     """
     check_size("table-mlp", image_size, 1)
     inputs = channels * image_size**2
@@ -74,7 +74,7 @@ def table_mlp(classes: int, channels: int, image_size: int) -> nn.Module:
 class BasicBlock(nn.Module):
     """Compute two 3x3 convolutions with BatchNorm, and add a shortcut (option A).
 
-    The shortcut skips pixels and pads channels with zeros.
+    It has no parameters: it skips pixels and pads channels with zeros.
     """
 
     def __init__(self, before: int, after: int, stride: int) -> None:
@@ -94,7 +94,7 @@ class BasicBlock(nn.Module):
 
 
 def resnet20(classes: int, channels: int, image_size: int) -> nn.Module:
-    """Make ResNet-20: 19 convolutions with 19 BatchNorm layers, and a linear head.
+    """Make ResNet-20: 19 convolutions with BatchNorm, and a linear head.
 
     For 10 classes of RGB images it has 269,722 parameters and 1,376 statistics.
 
@@ -136,12 +136,9 @@ def check_size(name: str, image_size: int, least: int) -> None:
     """Check that images have at least ``least`` pixels along each side.
 
     Args:
-        name: the model's name, for the message.
-        image_size: the pixels along each side of an image.
-        least: the smallest ``image_size`` that the model can take.
-
-    Raises:
-        ValueError: the images are smaller.
+        name: of the model, for the message.
+        image_size: pixels along each side.
+        least: the smallest possible ``image_size``.
     """
     if image_size < least:
         tables = ": for a table, choose model='mlp' or 'table-mlp'" if image_size == 1 else ""

@@ -1,4 +1,4 @@
-"""Load initial weights from a file: pre-trained weights, or those of an earlier run."""
+"""Load initial weights from a file."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MOST_NAMES = 5  # the most names in an error
 
 
 def load_weights(model: nn.Module, path: str) -> None:
-    """Load all tensors of a state_dict in a file into ``model``, by name.
+    """Load a file's state_dict into ``model``, by name.
 
-    Three differences are allowed. If the file's head has another shape (for the classes of
-    pre-training), the model's head keeps its initial weights. Counters (``num_batches_tracked``)
-    may be missing. Names may have, or lack, the prefixes ``module.`` (DataParallel,
-    DistributedDataParallel) and ``_orig_mod.`` (``torch.compile``).
+    Three differences are allowed. If the head has another shape (for other classes), the
+    model's keeps its initial weights. Counters (``num_batches_tracked``) may be missing.
+    Names may have or lack ``module.`` (DataParallel) and ``_orig_mod.``
+    (``torch.compile``).
 
     Args:
         model: changed in place.
@@ -50,7 +50,7 @@ def load_weights(model: nn.Module, path: str) -> None:
 
 
 def _named_as(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename ``tensors`` to ``model``'s names, if only prefixes of wrappers differ."""
+    """Rename ``tensors`` to ``model``'s own names, if only prefixes of wrappers differ."""
     names = plain_names(model)
     own = {plain: name for name, plain in names.items()}
     new = {name: name if name in names else own.get(name.replace("_orig_mod.", "").removeprefix("module."), name) for name in tensors}

@@ -1,7 +1,7 @@
-"""Define local objectives, one file per paper: a client's loss, or how it corrects its gradients.
+"""Define local objectives, one file per paper: losses, or corrections of gradients.
 
-``OBJECTIVES`` maps a name of the run config to an objective. Every method works with every objective, except
-for the few pairs that ``federation.composition`` refuses.
+``OBJECTIVES`` maps names of the run config to objectives. Every method works with each,
+except for pairs that ``federation.composition`` refuses.
 """
 
 from fl_bn.objectives.fedprox import FedProx

@@ -1,7 +1,7 @@
-"""Define FedProx: a client's weights are pulled towards the weights that it received.
+"""Define FedProx: a client's weights are pulled towards those that it received.
 
-Federated Optimization in Heterogeneous Networks, Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, MLSys 2020,
-Algorithm 2, equation 2.
+Federated Optimization in Heterogeneous Networks, Li, Sahu, Zaheer, Sanjabi, Talwalkar,
+Smith, MLSys 2020, Algorithm 2, equation 2.
 
 Symbols: w^t -> anchors, mu -> mu.
 """
@@ -37,7 +37,7 @@ class _Proximal(Round):
 
 @dataclass(frozen=True)
 class FedProx(Objective):
-    """Add FedProx's proximal term, over the trained weights that are shared, to the loss."""
+    """Add FedProx's proximal term, over trained shared weights, to the loss."""
 
     mu: float = option(0.01, "strength of mu/2 times the squared distance from the received weights (mu in the paper); 0: off", ">= 0")
     name: ClassVar[str] = "fedprox"
@@ -45,5 +45,5 @@ class FedProx(Objective):
     anchored: ClassVar[bool] = True
 
     def begin(self, start: Start) -> Round:
-        """Begin a round in which the proximal term pulls the weights towards the received ones."""
+        """Begin a round with the proximal term."""
         return _Proximal(start, self.mu)

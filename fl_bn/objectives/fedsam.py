@@ -1,11 +1,11 @@
-"""Define FedSAM: each local step uses the gradient at a nearby point of high loss, not at the weights.
+"""Define FedSAM: each local step uses the gradient at a nearby point of high loss.
 
-Generalized Federated Learning via Sharpness Aware Minimization, Qu, Li, Duan, Liu, Tang, Lu, ICML 2022,
-Algorithm 1. The same algorithm is Improving Generalization in Federated Learning by Seeking Flat Minima,
-Caldarola, Caputo, Ciccone, ECCV 2022.
+Generalized Federated Learning via Sharpness Aware Minimization, Qu, Li, Duan, Liu, Tang,
+Lu, ICML 2022, Algorithm 1. It is also in Improving Generalization in Federated Learning
+by Seeking Flat Minima, Caldarola, Caputo, Ciccone, ECCV 2022.
 
-A step makes two passes, first at the weights and then at the nearby point, with the same dropout masks. Only
-the first pass updates the running statistics, and only its batch statistics are reported.
+A step makes two passes, at the weights and at the nearby point, with the same dropout
+masks. Only the first updates or reports statistics.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Sharpness(Round):
 
 @dataclass(frozen=True)
 class FedSAM(Objective):
-    """Compute each gradient after FedSAM's ascent step, of Euclidean length ``rho`` over all parameters."""
+    """Compute gradients after FedSAM's ascent step, of Euclidean length ``rho`` in all."""
 
     rho: float = option(0.05, "radius of the ascent step (rho in the paper); 0: off", ">= 0")
     name: ClassVar[str] = "fedsam"

@@ -1,10 +1,11 @@
-"""Define MOON: pull representations towards the received model's, away from the client's previous one's.
+"""Define MOON: pull representations towards the received model's, away from the previous one's.
 
 Model-Contrastive Federated Learning, Li, He, Song, CVPR 2021, Algorithm 1, equation 3.
 
-The representation is the input of the network's head (``models.head``) or, with the paper's projection
-(``with_projection``), the projection's output. The received and the client's previous model are in evaluation
-mode, as in the authors' code. In a client's first round there is no previous model, and therefore no term.
+The representation is the input of the network's head or, with the paper's projection
+(``with_projection``), the projection's output. The received and the client's previous
+model are in evaluation mode, as in the authors' code. In a client's first round there is
+no previous model, and no term.
 
 Symbols: z -> z, z_glob -> z_global, z_prev -> z_previous, tau -> temperature, mu -> mu.
 """
@@ -26,10 +27,10 @@ from fl_bn.options import option
 
 
 def contrastive_term(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:
-    """Compute equation 3, ``-log(e^g / (e^g + e^p))``: its mean over the batch, a scalar.
+    """Compute equation 3, ``-log(e^g / (e^g + e^p))``, as a mean over the batch.
 
-    g is the cosine similarity of ``z`` to ``z_global``, p that to ``z_previous``, (B, d) each, divided by the
-    temperature.
+    g is the cosine similarity of ``z`` to ``z_global``, p to ``z_previous``, (B, d) each,
+    divided by the temperature.
     """
     to_global = F.cosine_similarity(z, z_global, dim=1) / temperature
     to_previous = F.cosine_similarity(z, z_previous, dim=1) / temperature
@@ -37,9 +38,9 @@ def contrastive_term(z: Tensor, z_global: Tensor, z_previous: Tensor, temperatur
 
 
 class _Representation:
-    """Record the input (B, d) of the head of ``model`` in each forward pass, in float32 or float64.
+    """Record the input (B, d) of ``model``'s head in each pass, in float32 or float64.
 
-    If the head is a convolution, its input is averaged over all pixels.
+    A convolution's input is averaged over all pixels.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -65,7 +66,7 @@ class _Representation:
 
 
 class _Fixed:
-    """Compute the representations of a frozen copy of ``model`` whose state_dict is ``state``."""
+    """Compute the representations of a frozen copy of ``model`` with ``state``."""
 
     def __init__(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         self.model = copied(model).eval().requires_grad_(False)
@@ -113,5 +114,5 @@ class Moon(Objective):
     anchored: ClassVar[bool] = True
 
     def begin(self, start: Start) -> Round:
-        """Begin a round with the contrastive term. In the client's first round the loss has no such term."""
+        """Begin a round with the contrastive term, except in the client's first."""
         return _Contrast(start, self.mu, self.temperature)

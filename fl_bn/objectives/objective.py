@@ -1,4 +1,4 @@
-"""Define the base classes of local objectives. An objective decides what a client minimises in its round."""
+"""Define the base classes of local objectives: what a client minimises in its round."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ CONTROL = "control"  # section of the tensors that SCAFFOLD's server and clients
 
 @dataclass(frozen=True)
 class Step:
-    """Hold one batch of a client, for ``Round.gradient``.
+    """Hold one batch, for ``Round.gradient``.
 
     Attributes:
-        x: the inputs, as the task reads them: a tensor, or several.
-        again: computes the loss a second time, after ``forward``, with the same dropout masks. This pass
-            changes no running statistics, and the statistics of its batch are not reported.
-        call: calls a network on inputs, as ``Task.forward`` does. None: the inputs are its only argument.
+        x: the inputs as the task reads them, a tensor or several.
+        again: computes the loss a second time, after ``forward``, with the same dropout
+            masks. This pass changes and reports no statistics.
+        call: calls a network on inputs, as ``Task.forward`` does. None: they are its only
+            argument.
     """
 
     x: Any
@@ -42,10 +43,10 @@ class Start:
 
     Attributes:
         trained: the parameters that the round changes, by name.
-        shared: names of the trained parameters that clients and server send to each other.
-        kept: the tensors ``Finish.kept`` of the client's last round. Empty in its first round.
-        received: the tensors that the server sent in the message's section ``control``, by name.
-        counted: whether the server used the reply that the client sent at the end of its last round.
+        shared: names of trained parameters that are sent.
+        kept: ``Finish.kept`` of the client's last round, at first empty.
+        received: the tensors of the message's section ``control``, by name.
+        counted: whether the server used the client's last reply.
     """
 
     model: nn.Module
@@ -56,17 +57,17 @@ class Start:
     counted: bool = True
 
     def anchors(self) -> dict[str, Tensor]:
-        """Return copies of the parameters that are both shared and trained, by name."""
+        """Return copies of the shared trained parameters, by name."""
         return {name: p.detach().clone() for name, p in self.trained.items() if name in self.shared}
 
 
 @dataclass(frozen=True)
 class Finish:
-    """Hold the tensors that an objective makes in a client's round, in addition to the trained model.
+    """Hold the tensors that an objective makes in a round, beside the trained model.
 
     Attributes:
-        kept: tensors that the client stores for its next round, and never sends.
-        sent: tensors that the client sends to the server in the message's section ``control``.
+        kept: stored by the client for its next round, never sent.
+        sent: goes to the server in the message's section ``control``.
     """
 
     kept: Tensors = field(default_factory=dict)
@@ -74,34 +75,37 @@ class Finish:
 
 
 class Round:
-    """Compute the gradients of one client's round. This base class is the loss alone."""
+    """Compute the gradients of one client's round, here of the loss alone."""
 
     def gradient(self, step: Step) -> Tensor:
-        """Add the gradient of one batch to every parameter's ``grad``, and return the loss alone."""
+        """Add one batch's gradient to every ``grad``, and return the loss alone."""
         loss = step.forward()
         loss.backward()
         return loss
 
     def finish(self, steps: int, learning_rate: float) -> Finish:
-        """Return the tensors that the client stores and sends, after the round's last step."""
+        """Return what the client stores and sends, after the last step."""
         return Finish()
 
     def close(self) -> None:
-        """Remove hooks from the model, after the last step or an error."""
+        """Remove hooks from the model, also after an error."""
 
 
 @dataclass(frozen=True)
 class Objective(Options):
-    """Define what clients minimise. This base class is the plain objective, the loss alone (local SGD).
+    """Define what clients minimise, here the loss alone (local SGD).
 
-    A subclass adds terms to the loss or changes the gradients. Its fields are its options in the run config.
+    A subclass adds to the loss or changes gradients. Its fields are options in the run
+    config.
 
     Attributes:
-        switch: the field that must be above 0 for the objective to have an effect. Empty: it has none.
-        travels: whether server and clients send each other one control variate per shared parameter.
-        repeats: whether each step makes two passes over its batch.
-        anchored: whether the objective uses the weights that the client received.
-        corrects: whether each step adds a term to the gradient that does not depend on the batch (SCAFFOLD).
+        switch: the field that is above 0 if the objective has an effect. Empty: it has
+            none.
+        travels: whether both sides send one control variate per shared parameter.
+        repeats: whether steps make two passes over their batch.
+        anchored: whether the received weights are used.
+        corrects: whether steps add to the gradient a term independent of the batch
+            (SCAFFOLD).
     """
 
     name: ClassVar[str] = "none"
@@ -112,12 +116,12 @@ class Objective(Options):
     corrects: ClassVar[bool] = False
 
     def begin(self, start: Start) -> Round:
-        """Return the object that computes the gradients of one client's round, which begins at ``start``."""
+        """Return what computes the gradients of a client's round from ``start``."""
         return Round()
 
     @property
     def described(self) -> str:
-        """Return class and options as text, such as ``FedProx(mu=0.1)``. Empty: it has no effect."""
+        """Return class and options, such as ``FedProx(mu=0.1)``. Empty: it has no effect."""
         return repr(self) if self.on else ""
 
     @property

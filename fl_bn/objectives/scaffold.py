@@ -1,14 +1,15 @@
 """Define SCAFFOLD: control variates correct the drift of the clients.
 
-SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, Karimireddy, Kale, Mohri, Reddi, Stich,
-Suresh, ICML 2020, Algorithm 1.
+SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, Karimireddy, Kale,
+Mohri, Reddi, Stich, Suresh, ICML 2020, Algorithm 1.
 
-Each client has a control variate c_i that never leaves it. The server sends c, and the clients send the
-change of c_i, as section ``control``. If a message of a client is lost, the client's next message includes
-the lost change. So c stays the mean of all c_i. Statistics have no gradient, so they are not corrected.
+Each client has a control variate c_i that never leaves it. The server sends c, and
+clients send the change of c_i, as section ``control``. If a message is lost, the next one
+includes its change. So c stays the mean of all c_i. Statistics have no gradient, so they
+are not corrected.
 
-Symbols: x -> anchors, y_i -> the trained parameters, c -> received, c_i -> own, K -> steps, eta_l ->
-learning_rate.
+Symbols: x -> anchors, y_i -> the trained parameters, c -> received, c_i -> own, K ->
+steps, eta_l -> learning_rate.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _Controlled(Round):
         return Finish({**self.kept, **keep}, {name: new[name] - known for name, known in self.known.items()})
 
     def _own(self, name: str, steps: int, learning_rate: float) -> Tensor:
-        """Compute the client's new control variate for a parameter (c_i+, line 12 of Algorithm 1)."""
+        """Compute a client's new control variate for a parameter (c_i+, line 12)."""
         moved = (self.anchors[name] - self.trained[name].detach()) / (steps * learning_rate)
         return moved - self.correction[name]
 
@@ -61,8 +62,8 @@ class _Controlled(Round):
 class Scaffold(Objective):
     """Correct gradients by SCAFFOLD's control variates.
 
-    A client's control variate is the mean gradient of its local steps: option II in line 12 of Algorithm 1.
-    ``strength`` multiplies the correction, and is 1 in the paper.
+    A client's is the mean gradient of its local steps: option II in line 12. ``strength``
+    multiplies the correction, 1 in the paper.
     """
 
     strength: float = option(1.0, "strength of the correction; 0: off", ">= 0", hidden=True)

@@ -1,17 +1,17 @@
-"""Combine n rows, of which at most f are Byzantine, into one, by robust rules.
+"""Combine n rows, at most f of them Byzantine, into one, by robust rules.
 
-A rule is a function ``rule(rows, f) -> Outcome(value, report)`` without state. ``rows`` is a matrix (n, d),
-or a list of vectors: arrays of NumPy or torch, on the CPU or a GPU. At most ``f`` of them are Byzantine. The
-value is like one row. Inputs are never changed.
+A rule is a function ``rule(rows, f) -> Outcome(value, report)``. ``rows`` is a matrix (n,
+d) or a list of vectors, in NumPy or torch, also on a GPU. Inputs are not changed. The
+value is like one row.
 
-A row with NaN or Inf counts as Byzantine. It is removed first, and f goes down by one. All rows count alike:
-weights would be claims of the clients.
+A row with NaN or Inf counts as Byzantine: it is removed, and f goes down by one. All rows
+count alike: weights would be claims of the clients.
 
-A rule passes over the data at most twice. ``gram`` computes the distances. Then one pass in blocks of columns
-mixes the rows and combines them. A pre-aggregation takes the next rule: ``nnm(rows, f, then=median)``.
+A rule passes over the data at most twice: ``gram`` computes distances, then rows are
+mixed and combined by blocks of columns. A pre-aggregation takes the next rule:
+``nnm(rows, f, then=median)``.
 
-NumPy computes all of it: results go back to the type and device of the rows. A matrix is read in blocks of
-columns that fit a core's cache.
+NumPy computes all of it. The blocks fit a core's cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Report:
     """Report which rows a rule rejected, and which are far from its value.
 
     Attributes:
-        rejected: indices of rows that are not finite, or whose sum of squares is above ``LARGEST``.
+        rejected: indices of rows that are not finite, or have a sum of squares above
+            ``LARGEST``.
         rows: the other rows (n, d).
         value: the rule's value (d,).
     """
@@ -50,7 +51,7 @@ class Report:
 
     @cached_property
     def distances(self) -> np.ndarray:
-        """Return the distances (n,) of all rows from the value, in one more pass; Inf for rejected rows."""
+        """Return the distances (n,) of rows from the value in one more pass; Inf if rejected."""
         squares = np.zeros(len(self.rows))
         for columns, block in gram.blocks(self.rows):
             squares += np.square(block.astype(np.float64) - self.value[columns]).sum(1)
@@ -61,13 +62,13 @@ class Report:
 
     @property
     def far(self) -> tuple[int, ...]:
-        """Return the indices of rejected rows, and of those beyond ``FAR`` median distances."""
+        """Return the indices of rows rejected, or beyond ``FAR`` median distances."""
         limit = FAR * float(np.median(self.distances[np.isfinite(self.distances)]))
         return tuple(int(i) for i in np.flatnonzero(self.distances > limit))
 
 
 class Outcome(NamedTuple):
-    """Hold the result of a robust rule: the value, in the form of one input row, and the report."""
+    """Hold a robust rule's value, in the form of one input row, and its report."""
 
     value: Any
     report: Report
@@ -75,15 +76,15 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """Hold n finite rows, at most ``f`` of them Byzantine: the rows of a matrix, or mixtures of them.
+    """Hold n finite rows, at most ``f`` Byzantine: a matrix's, or mixtures of them.
 
     Attributes:
-        f: the number of rows that may be Byzantine, without the rejected ones.
-        declared: the number of Byzantine rows that the caller declared.
-        like: the caller's first row. Results have its type, dtype and device.
-        mix: weights of the mixtures, (n, rows of the matrix). None: the view holds the matrix's rows
-            themselves.
-        whole: the view of the matrix's rows themselves; None: this one.
+        f: how many may be Byzantine, without the rejected ones.
+        declared: how many the caller declared.
+        like: the caller's first row, whose type, dtype and device results have.
+        mix: weights of the mixtures, (n, rows of the matrix). None: the matrix's own
+            rows.
+        whole: the view of the matrix's own rows; None: this one.
     """
 
     matrix: np.ndarray
@@ -122,7 +123,7 @@ class View:
         return self._outcome(lambda block: shares[used] @ block.astype(np.float64, copy=False), used)
 
     def by_coordinate(self, kernel: Callable[[Any], Any]) -> Outcome:
-        """Combine this view's rows by ``kernel``, from a block (n, width), its own, to (width,)."""
+        """Combine rows by ``kernel``, from a block (n, width), its own, to (width,)."""
         mix = None if self.mix is None else self.mix.astype(self.matrix.dtype)
         return self._outcome(kernel if mix is None else lambda block: kernel(mix @ block))
 
@@ -137,11 +138,11 @@ class View:
 
 
 def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[[View], Outcome]) -> Outcome:
-    """Apply ``rule`` to the rows without NaN or Inf. Each rejected row lowers f by one.
+    """Apply ``rule`` to the finite rows. Each rejected row lowers f by one.
 
     Raises:
-        ValueError: f is no whole number >= 0, rows are fewer than ``smallest``, every row has NaN or Inf, or
-            rows are no vectors of floating-point numbers and of one length.
+        ValueError: f is no whole number >= 0, finite rows are fewer than ``smallest`` or
+            none, or rows are no floating-point vectors of one length.
     """
     if isinstance(rows, View):
         # with more rejected rows than declared there is no guarantee, but the rest is still aggregated
@@ -183,10 +184,10 @@ def _finite(row: np.ndarray) -> bool:
 
 
 class Rule(Protocol):
-    """Combine n rows, at most f of them Byzantine: ``(rows, f) -> Outcome``."""
+    """Combine n rows, at most f of them Byzantine."""
 
     def __call__(self, rows: Rows | View, f: int = 0) -> Outcome:
-        """Combine ``rows``, at most ``f`` of them Byzantine, and return the value with its report."""
+        """Combine ``rows``, at most ``f`` of them Byzantine."""
 
     def __hash__(self) -> int: ...
 
@@ -194,13 +195,13 @@ class Rule(Protocol):
 def mean(rows: Rows | View, f: int = 0) -> Outcome:
     """Return the mean, accumulated in float64.
 
-    All rules take ``rows`` of which at most ``f`` are Byzantine. This one is no defence.
+    Of the ``rows`` of any rule, at most ``f`` are Byzantine. This one is no defence.
     """
     return on_view(rows, f, 1, "mean", lambda view: view.linear(np.full(view.n, 1 / view.n)))
 
 
 def median(rows: Rows | View, f: int = 0) -> Outcome:
-    """Return the coordinate-wise median. For an even number of rows it is the mean of the two middle values.
+    """Return the coordinate-wise median, for even n the mean of the two middle values.
 
     References:
         Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
@@ -209,7 +210,7 @@ def median(rows: Rows | View, f: int = 0) -> Outcome:
 
 
 def trimmed_mean(rows: Rows | View, f: int = 0) -> Outcome:
-    """Return the coordinate-wise mean without the f smallest and the f largest values.
+    """Return the coordinate-wise mean without the f smallest and f largest values.
 
     References:
         Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
@@ -219,7 +220,7 @@ def trimmed_mean(rows: Rows | View, f: int = 0) -> Outcome:
 
 
 def krum(rows: Rows | View, f: int = 0) -> Outcome:
-    """Return the first row with the smallest sum of squared distances to its n - f - 2 nearest rows.
+    """Return the row with the smallest sum of squared distances to its n - f - 2 nearest rows.
 
     References:
         Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017.
@@ -228,10 +229,10 @@ def krum(rows: Rows | View, f: int = 0) -> Outcome:
 
 
 def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None, neighbours: int | None = None) -> Outcome:
-    """Return the mean of the rows with the smallest sums of squared distances to their nearest rows.
+    """Return the mean of the rows with the smallest sums of squared distances to their nearest.
 
-    ``select`` rows are averaged, n - f by default. Each sum is over the ``neighbours`` nearest rows, n - f - 2
-    by default, as in the paper. ByzFL uses n - f - 1.
+    ``select`` rows are averaged, n - f by default. Sums are over the ``neighbours``
+    nearest rows, n - f - 2 by default, as in the paper. ByzFL uses n - f - 1.
 
     References:
         Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017.
@@ -253,9 +254,9 @@ def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None, neig
 def geometric_median(rows: Rows | View, f: int = 0, *, tolerance: float = 1e-10) -> Outcome:
     """Return the point with the smallest sum of distances to the rows.
 
-    Weiszfeld's iteration changes n weights instead of d coordinates here. If it reaches a row, the next step
-    is that of Vardi and Zhang. It stops when a step is shorter than ``tolerance`` times the median distance
-    of the rows to the medoid (``gram.medoid``).
+    Weiszfeld's iteration changes n weights here. If it reaches a row, the next step is
+    that of Vardi and Zhang. It stops at a step below ``tolerance`` times the rows' median
+    distance to the medoid (``gram.medoid``).
 
     References:
         Vardi and Zhang, The multivariate L1-median, PNAS 2000.
@@ -264,21 +265,22 @@ def geometric_median(rows: Rows | View, f: int = 0, *, tolerance: float = 1e-10)
 
 
 def centered_clipping(rows: Rows | View, f: int = 0, *, radius: float | None = None, steps: int = 10) -> Outcome:
-    """Iterate ``v <- v + mean(min(1, radius / |x - v|) (x - v))``, where x are the rows, and return the last v.
+    """Iterate ``v <- v + mean(min(1, radius / |x - v|) (x - v))`` over rows x; return the last v.
 
-    The first v is the medoid (``gram.medoid``). In the paper, it is the aggregate of the round before. If
-    ``radius`` is None, it is the median distance of the rows from the first v.
+    The first v is the medoid (``gram.medoid``), in the paper the last round's aggregate.
+    ``radius`` None: the rows' median distance from it.
 
     References:
-        Karimireddy et al., Learning from History for Byzantine Robust Optimization, ICML 2021.
+        Karimireddy et al., Learning from History for Byzantine Robust Optimization, ICML
+        2021.
     """
     return on_view(rows, f, 2 * f + 1, "centered clipping", lambda view: view.linear(gram.clip(view.gram, radius, steps)))
 
 
 def nnm(rows: Rows | View, f: int = 0, *, then: Rule = median) -> Outcome:
-    """Replace every row by the mean of its n - f nearest rows, itself included, and apply ``then``.
+    """Replace every row by the mean of its n - f nearest, itself included, and apply ``then``.
 
-    Among equally near rows, those with the smallest indices are chosen.
+    Among equally near rows, the first count.
 
     References:
         Allouah et al., Fixing by Mixing, AISTATS 2023.
@@ -295,10 +297,11 @@ def nnm(rows: Rows | View, f: int = 0, *, then: Rule = median) -> Outcome:
 
 
 def bucketing(rows: Rows | View, f: int = 0, *, then: Rule = median, size: int = 2, seed: int = 0) -> Outcome:
-    """Shuffle the rows into buckets of ``size``, average each bucket, and apply ``then`` to the averages.
+    """Shuffle the rows into buckets of ``size``, and apply ``then`` to their averages.
 
     References:
-        Karimireddy et al., Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing, ICLR 2022.
+        Karimireddy et al., Byzantine-Robust Learning on Heterogeneous Datasets via
+        Bucketing, ICLR 2022.
     """
 
     def rule(view: View) -> Outcome:
@@ -321,7 +324,7 @@ PREAGGREGATIONS: dict[str, Any] = {"nnm": nnm, "bucketing": bucketing}
 
 
 def rule_named(name: str) -> Rule:
-    """Return the rule with a name such as ``"median"``, ``"nnm+trimmed-mean"`` or ``"bucketing+nnm+krum"``.
+    """Return the rule named ``"median"``, ``"nnm+trimmed-mean"``, ``"bucketing+nnm+krum"`` or so.
 
     Raises:
         ValueError: a part of the name is unknown.

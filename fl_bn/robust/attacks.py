@@ -1,7 +1,8 @@
-"""Make the false rows of f Byzantine clients that know what the honest clients send.
+"""Make the false rows of f Byzantine clients that know the honest ones.
 
-An ``Attack`` takes the rows (h, d) of the honest clients, and f. It returns f rows (f, d). A row is a
-client's update, or its statistics of one layer. The attack ``label-flip`` changes the training data instead.
+An ``Attack`` takes the honest rows (h, d) and f, and returns rows (f, d). A row is a
+client's update, or its statistics of a layer. ``label-flip`` changes the training data
+instead.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from fl_bn.support.names import check_name
 
 Attack = Callable[[np.ndarray, int], np.ndarray]
 Damage = Callable[[np.ndarray], float]
-"""``row (d,) -> float``: the error of the server's result if every Byzantine client sends ``row``."""
+"""``row (d,) -> float``: the error of the server's result if Byzantine clients send ``row``."""
 
 GRID = np.geomspace(0.1, 20.0, 12)  # strengths that an optimised attack tries, each with both signs
 
 
 def sign_flip(honest: np.ndarray, f: int) -> np.ndarray:
-    """Return f copies of the honest mean with its sign changed."""
+    """Return f copies of the negative honest mean."""
     return _copies(-honest.mean(0), f)
 
 
 def foe(epsilon: float = 0.5) -> Attack:
-    """Make the attack "Fall of empires" (inner product manipulation): the honest mean times ``-epsilon``.
+    """Make the attack "Fall of empires": the honest mean times ``-epsilon``.
 
     References:
         Xie et al., Fall of Empires, UAI 2019.
@@ -36,9 +37,9 @@ def foe(epsilon: float = 0.5) -> Attack:
 
 
 def alie(z: float | None = None) -> Attack:
-    """Make the attack "A little is enough": the honest mean minus ``z`` honest standard deviations.
+    """Make "A little is enough": the honest mean minus ``z`` honest standard deviations.
 
-    If ``z`` is None, it is the paper's ``z_max``.
+    ``z`` None: the paper's ``z_max``.
 
     References:
         Baruch et al., A Little Is Enough, NeurIPS 2019.
@@ -52,11 +53,11 @@ def alie(z: float | None = None) -> Attack:
 
 
 def z_max(n: int, f: int) -> float:
-    """Return ``z`` of ALIE: the largest number of standard deviations with which f of n rows stay hidden.
+    """Return ``z`` of ALIE: the most standard deviations with which f of n rows stay hidden.
 
-    With s = floor(n/2 + 1) - f, ``z`` is the quantile of the normal distribution at (n - f - s) / (n - f),
-    and at least 0. If s honest rows are farther from the mean than the f Byzantine rows, these two groups
-    together are a majority (ALIE, algorithm 3).
+    With s = floor(n/2 + 1) - f, ``z`` is the normal quantile at (n - f - s) / (n - f), at
+    least 0. Together with s honest rows farther from the mean, the f Byzantine rows are a
+    majority (ALIE, algorithm 3).
     """
     s = n // 2 + 1 - f
     share = (n - f - s) / (n - f)
@@ -64,36 +65,37 @@ def z_max(n: int, f: int) -> float:
 
 
 def mimic(victim: int = 0) -> Attack:
-    """Make the attack that repeats the row of the honest client with the number ``victim``, from 0.
+    """Make the attack that repeats honest row ``victim``, from 0.
 
     References:
-        Karimireddy et al., Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing, ICLR 2022.
+        Karimireddy et al., Byzantine-Robust Learning on Heterogeneous Datasets via
+        Bucketing, ICLR 2022.
     """
     return lambda honest, f: _copies(honest[victim % len(honest)], f)
 
 
 def gaussian(sigma: float = 1.0, seed: int = 0) -> Attack:
-    """Make the attack that sends normal noise of standard deviation ``sigma`` in every coordinate."""
+    """Make the attack of normal noise of standard deviation ``sigma`` in every coordinate."""
     return lambda honest, f: np.random.default_rng(seed).normal(0.0, sigma, (f, honest.shape[1]))
 
 
 def constant(value: float) -> Attack:
-    """Make the attack whose rows have ``value``, which may be Inf or NaN, in every coordinate."""
+    """Make the attack of ``value``, perhaps Inf or NaN, in every coordinate."""
     return lambda honest, f: np.full((f, honest.shape[1]), value)
 
 
 def optimised(family: Callable[[float], Attack], damage: Damage, grid: np.ndarray = GRID) -> Attack:
-    """Make the attack of a family with the strength that does the most damage.
+    """Make a family's attack with the strength that does the most damage.
 
-    The attack tries every strength of ``grid``, positive and negative, because a rule may be weak on either
-    side. Then it tries strengths between the best one and its neighbours. Shejwalkar and Houmansadr (NDSS
-    2021) and ByzFL search positive strengths only.
+    It tries every strength of ``grid``, positive and negative, because a rule may be weak
+    on either side, then strengths between the best one and its neighbours. Shejwalkar and
+    Houmansadr (NDSS 2021) and ByzFL try positive ones only.
 
     Args:
-        family: makes an attack from a strength. All rows are equal, and linear in the strength (FOE, ALIE).
-        damage: ``damage(row)`` returns the error of the server's aggregate if every Byzantine client sends
-            ``row``.
-        grid: strengths > 0, in a geometric series.
+        family: makes an attack from a strength, whose rows are equal and linear in it
+            (FOE, ALIE).
+        damage: the error of the server's aggregate if all Byzantine clients send a row.
+        grid: strengths > 0, a geometric series.
     """
 
     def attack(honest: np.ndarray, f: int) -> np.ndarray:
@@ -136,12 +138,13 @@ STRENGTH = {"foe": 0.5, "gaussian": 1.0}  # the default strengths; alie's is z_m
 
 @dataclass(frozen=True)
 class Adversary:
-    """Describe the Byzantine clients, which are the last ``f`` clients of the population, and their attack.
+    """Describe the Byzantine clients, the last ``f`` of the population, and their attack.
 
     Attributes:
         attack: a name of ``ATTACKS``, or a function ``(honest rows, f) -> rows``.
-        on: the part of a Byzantine client's reply that is false: ``statistics``, ``updates`` or ``both``.
-        strength: FOE's epsilon, ALIE's z, gaussian's standard deviation, or mimic's victim. 0: the default.
+        on: what is false in their replies: ``statistics``, ``updates`` or ``both``.
+        strength: FOE's epsilon, ALIE's z, gaussian's standard deviation or mimic's
+            victim. 0: the default.
 
     Raises:
         ValueError: a value is out of range.
@@ -161,13 +164,13 @@ class Adversary:
 
     @property
     def flips_labels(self) -> bool:
-        """Return whether the Byzantine clients train honestly, but on flipped labels."""
+        """Return whether the Byzantine clients train honestly on flipped labels."""
         return self.attack == LABEL_FLIP
 
     def rows(self, honest: np.ndarray, f: int, damage: Damage) -> np.ndarray:
-        """Return the rows (f, d) that the Byzantine clients send, from those of the honest clients, (h, d).
+        """Return the Byzantine rows (f, d), from the honest ones (h, d).
 
-        An optimised attack maximises ``damage``, the error of the server's result as a function of one row.
+        An optimised attack maximises ``damage``, a function of one row.
         """
         if not isinstance(self.attack, str):
             return self.attack(honest, f)
@@ -178,9 +181,10 @@ class Adversary:
         return family(self.strength or STRENGTH.get(self.attack, 0.0))(honest, f)
 
     def statistics_rows(self, honest: np.ndarray, f: int, damage: Damage) -> np.ndarray:
-        """Return the false statistics of one layer that the Byzantine clients send, as ``rows`` does.
+        """Return the false statistics of one layer, as ``rows`` does.
 
-        A row holds C means, then C variances. Sign flipping changes the means only (FBN, section 5).
+        A row holds C means, then C variances. Sign flipping changes only means (FBN,
+        section 5).
         """
         rows = self.rows(honest, f, damage)
         if self.attack == "sign-flip":

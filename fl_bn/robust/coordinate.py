@@ -1,10 +1,10 @@
-"""Compute order statistics of every column of a block (n, width), which is overwritten.
+"""Compute order statistics of the columns of a block (n, width), which is overwritten.
 
-For up to 24 rows, a sorting network computes minima and maxima of whole rows, which is several times as fast
-as a sort of every column.
+Up to 24 rows, a sorting network of minima and maxima of whole rows is several times as
+fast as sorting columns.
 
 References:
-    Knuth, The Art of Computer Programming, volume 3, section 5.3.4 (Batcher's odd-even merge sort).
+    Knuth, The Art of Computer Programming, volume 3, section 5.3.4 (Batcher's sort).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ NETWORK = 24  # the most rows for which a network is faster than a sort
 
 @lru_cache
 def batcher(n: int) -> list[tuple[int, int]]:
-    """Return pairs ``(i, j)`` of wires, i < j, whose compare-exchanges, in order, sort ``n`` values.
+    """Return pairs ``(i, j)``, i < j, whose compare-exchanges, in order, sort ``n`` values.
 
-    One half is sorted before the other begins. So values are often still in the first-level cache.
+    One half is sorted first, so values are often still in the first-level cache.
     """
     pairs: list[tuple[int, int]] = []
 
@@ -44,7 +44,7 @@ def batcher(n: int) -> list[tuple[int, int]]:
 
 
 def trimmed_mean(block: Any, trim: int) -> Any:
-    """Return the means (width,) of the columns without their ``trim`` smallest and largest values."""
+    """Return the columns' means (width,) without ``trim`` smallest and largest values."""
     n = len(block)
     if trim == 0:
         return block.sum(0) / n
@@ -62,5 +62,5 @@ def trimmed_mean(block: Any, trim: int) -> Any:
 
 
 def median(block: Any) -> Any:
-    """Return the medians (width,) of the columns: for even numbers the mean of the two middle values."""
+    """Return the columns' medians (width,): for even n the mean of the two middle values."""
     return trimmed_mean(block, (len(block) - 1) // 2)

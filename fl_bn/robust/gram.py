@@ -1,13 +1,14 @@
-"""Compute the inner products of all rows, block by block. This is a rule's first pass over the data.
+"""Compute all rows' inner products, by blocks: a rule's first pass over the data.
 
-Distances follow from inner products. Nearest-neighbour mixing, Krum and the geometric median need nothing
-else. With C the Gram matrix of the rows about some centre, |sum_k w_k (x_k - centre)|^2 = w' C w. So a linear
-combination of rows is handled as n weights, and its d coordinates are computed only in the last pass.
+Distances follow from them. Nearest-neighbour mixing, Krum and the geometric median need
+nothing else. With C the Gram matrix of the rows about some centre, |sum_k w_k (x_k -
+centre)|^2 = w' C w. So a linear combination of rows is n weights, and its d coordinates
+are computed only in the last pass.
 
-The geometric median and centred clipping use distances alone. They start at the ``medoid``, a row near the
-majority of rows. The *usual distance* is the median of the rows' distances to it. A row farther away than
-``HORIZON`` usual distances is first moved towards the medoid, to that distance. Otherwise the square of its
-distance would be so large that the other rows' distances lose their precision.
+The geometric median and centred clipping start at the ``medoid``, a row near the
+majority. The *usual distance* is the rows' median distance to it. A row beyond
+``HORIZON`` usual distances is first moved to that distance. Otherwise its squared
+distance would be so large that the others lose their precision.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ FEW = 12  # up to this number of rows torch (MKL) is four times as fast as NumPy
 
 
 def blocks(matrix: np.ndarray, used: np.ndarray | None = None) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield the columns of each block, and a copy of the block (n, width), which the next one overwrites.
+    """Yield each block's columns, and a copy of it (n, width), which the next one overwrites.
 
-    ``used`` are the indices of the rows to read. None: all.
+    ``used`` rows are read. None: all.
     """
     n, d = len(matrix) if used is None else len(used), matrix.shape[1]
     width = max(64, BLOCK_BYTES // (matrix.itemsize * n) // 64 * 64)
@@ -50,29 +51,29 @@ class Gram:
 
     @property
     def squared_distances(self) -> np.ndarray:
-        """Return the squared distances (n, n) between the rows. The diagonal is zero."""
+        """Return the squared distances (n, n) between the rows."""
         norms = np.diag(self.products)
         squares: np.ndarray = np.maximum(norms[:, None] + norms[None, :] - 2 * self.products, 0.0)
         np.fill_diagonal(squares, 0.0)
         return squares
 
     def mixed(self, mix: np.ndarray) -> Gram:
-        """Return the Gram matrix of the rows ``mix @ rows``, for ``mix`` (m, n) whose rows each sum to 1."""
+        """Return the Gram matrix of ``mix @ rows``, for ``mix`` (m, n) of row sums 1."""
         return Gram(mix @ self.products @ mix.T)
 
     def about(self, row: int) -> np.ndarray:
-        """Return the inner products (n, n) after ``row`` is subtracted from all rows."""
+        """Return the inner products (n, n) after subtracting ``row`` from all rows."""
         products = self.products
         centred: np.ndarray = products - products[row][None, :] - products[:, row][:, None] + products[row, row]
         return centred
 
 
 def gram(matrix: np.ndarray) -> Gram:
-    """Compute the inner products of finite rows (n, d), precisely enough for the distances between rows.
+    """Compute finite rows' (n, d) inner products, precisely enough for their distances.
 
-    float32 rows are multiplied in float32, and the blocks are summed in float64. If the products overflow, or
-    rounding hides the rows' differences, they are computed again in float64, and then with the ``medoid``
-    subtracted from all rows.
+    float32 rows are multiplied in float32, and blocks are summed in float64. If products
+    overflow, or rounding hides differences, they are computed again in float64, and then
+    with the ``medoid`` subtracted.
     """
     products = _products(matrix, double=False)
     if matrix.dtype != np.float64 and (not np.isfinite(products).all() or _lost(products, FLOAT32_LOSS)):
@@ -83,9 +84,9 @@ def gram(matrix: np.ndarray) -> Gram:
 
 
 def medoid(squared_distances: np.ndarray) -> int:
-    """Return the index of the medoid: around it, the smallest ball holds a majority of the rows.
+    """Return the index of the medoid: the smallest ball with a majority of the rows is around it.
 
-    Among balls of the same radius, the smallest sum of squared distances to the rows in the ball decides.
+    Among equal radii, the sum of squared distances in the ball decides.
     """
     n = len(squared_distances)
     nearest = np.sort(np.minimum(squared_distances, squared_distances.T), axis=1)[:, : n // 2 + 1]
@@ -95,10 +96,10 @@ def medoid(squared_distances: np.ndarray) -> int:
 def _lost(products: np.ndarray, loss: float) -> bool:
     """Return whether rounding hides the distance between some two rows.
 
-    It does if their squared distance is below ``loss`` times the sum of their squared norms. ``loss`` is what
-    the number format resolves. Distances that are much smaller than usual need not be exact, so they are
-    first raised to the median of one row's distances to all rows, for the row with the smallest median. So
-    two equal rows do not make the result True.
+    That is so if their squared distance is below ``loss``, what the number format
+    resolves, times the sum of their squared norms. Unusually small distances need not be
+    exact, so they are first raised to the smallest median of one row's distances to all.
+    So two equal rows do not make the result True.
     """
     n = len(products)
     if n < 2:
@@ -121,9 +122,10 @@ def _products(matrix: np.ndarray, double: bool, centre: int | None = None) -> np
 
 
 class _Scene:
-    """Hold the rows x_k about the medoid x_m. Coordinates b stand for x_m + sum_k b_k s_k (x_k - x_m).
+    """Hold the rows x_k about the medoid x_m. Coordinates b mean x_m + sum_k b_k s_k (x_k - x_m).
 
-    The factor s_k (``scale``) is in (0, 1]. It is below 1 if row k was moved towards the medoid.
+    The factor s_k (``scale``) is in (0, 1], below 1 if row k was moved towards the
+    medoid.
     """
 
     def __init__(self, gram: Gram, reach: float = 0.0) -> None:
@@ -148,7 +150,7 @@ class _Scene:
         return float(np.sqrt(max(b @ self.products @ b, 0.0)))
 
     def weights(self, b: np.ndarray) -> np.ndarray:
-        """Convert the point ``b`` to weights (n,) of the original rows. The weights sum to 1."""
+        """Convert ``b`` to weights (n,) of the original rows, of sum 1."""
         w = b * self.scale
         w[self.m] = 0.0
         w[self.m] = 1.0 - w.sum()
@@ -156,9 +158,9 @@ class _Scene:
 
 
 def weiszfeld(gram: Gram, tolerance: float) -> np.ndarray:
-    """Compute the geometric median as weights (n,) of the rows, which sum to 1.
+    """Compute the geometric median as weights (n,) of the rows, of sum 1.
 
-    The iteration stops when a step is shorter than ``tolerance`` times the usual distance.
+    It stops at a step below ``tolerance`` times the usual distance.
     """
     scene = _Scene(gram)
     w, b = np.full(scene.n, 1 / scene.n), scene.medoid
@@ -185,9 +187,9 @@ def weiszfeld(gram: Gram, tolerance: float) -> np.ndarray:
 
 
 def clip(gram: Gram, radius: float | None, steps: int) -> np.ndarray:
-    """Compute the result of centred clipping as weights (n,) of the rows, which sum to 1.
+    """Compute centred clipping's result as weights (n,) of the rows, of sum 1.
 
-    Differences from the current point are clipped to the length ``radius``. None: the usual distance.
+    Differences are clipped to the length ``radius``. None: the usual distance.
     """
     scene = _Scene(gram, radius or 0.0)
     w, b = np.full(scene.n, 1 / scene.n), scene.medoid

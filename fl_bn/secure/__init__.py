@@ -1,1 +1,1 @@
-"""Provide secure aggregation in plain torch: statistics that can be summed, privacy, and the settings."""
+"""Provide secure aggregation in plain torch: summable statistics, privacy, settings."""

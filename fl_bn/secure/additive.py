@@ -1,24 +1,25 @@
-"""Convert moments into numbers that secure aggregation can average over the clients.
+"""Convert moments into numbers that secure aggregation can average.
 
-Count, mean and biased variance of one layer (``Moments``) cannot be averaged: pooling needs every
+Count, mean and biased variance of a layer cannot be averaged: pooling needs every
 client's mean. So each client computes two deviations from a public reference, the running
-statistics that the server sent, with mean r and standard deviation s = sqrt(var + EPS)::
+statistics from the server, with mean r and standard deviation s = sqrt(var + EPS)::
 
     first  = mean of (x - r) / s            second = mean of ((x - r) / s)^2 - 1
 
-Both have no unit, and are 0 for data with the moments of the reference. Their averages, weighted by counts,
-are the deviations of the union. So ``mean = r + s * first`` and ``var = s^2 * (second + 1 - first^2)`` are
-exactly the pooled moments (law of total variance).
+Both have no unit, and are 0 for the reference's moments. Their averages, weighted by
+counts, are the deviations of the union. So ``mean = r + s * first`` and ``var = s^2 *
+(second + 1 - first^2)`` are exactly the pooled moments (law of total variance).
 
-A quantiser needs values in [-range, range]. ``within`` replaces deviations outside it by those of the nearest
-moments whose deviations are inside. So the average still gives valid moments. ``second`` is divided by the
-range, because it is a square.
+A quantiser needs values in [-range, range]. ``within`` replaces deviations outside by
+those of the nearest moments that fit, so the average still gives valid moments.
+``second``, a square, is divided by the range.
 
-Cancellation: ``second + 1 - first^2`` loses digits if the reference is far from the data. An error e of both
-numbers changes the variance by up to ``e * (range + 2 |first| + e)`` s^2, which may be a large part of it. A
-second exchange, with the result of the first as the reference, restores the digits (see ``lost``).
+``second + 1 - first^2`` loses digits if the reference is far from the data. An error e of
+both numbers changes the variance by up to ``e * (range + 2 |first| + e)`` s^2, perhaps a
+large part of it. A second exchange, with the first's result as reference, restores the
+digits (see ``lost``).
 
-Symbols: C -> channels, e -> error of an average in standardised units, L -> levels of a quantiser.
+Symbols: C -> channels, e -> error of an average in standardised units, L -> levels.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ EPS = 1e-5  # added to the reference's variance, so that a dead channel has a sc
 
 
 def scale(reference: Running) -> Tensor:
-    """Return the standard deviation (C,) of the reference, float64, above 0."""
+    """Return the reference's standard deviation (C,), float64, above 0."""
     return (reference.var.double() + EPS).sqrt()
 
 
 def deviations(moments: Moments, reference: Running) -> tuple[Tensor, Tensor]:
-    """Compute the deviations of moments from the reference, with mean r and deviation s (``scale``).
+    """Compute deviations from the reference, with mean r and deviation s (``scale``).
 
-    ``first`` is the mean of ``(x - r) / s``, and ``second`` the mean of ``((x - r) / s)^2 - 1``, both (C,),
-    in float64. They are zeros if the moments have count 0, because the layer did not run.
+    ``first`` is the mean of ``(x - r) / s``, ``second`` that of ``((x - r) / s)^2 - 1``,
+    both (C,), float64. They are zeros at count 0, because the layer did not run.
     """
     if moments.count == 0:
         zeros = torch.zeros_like(reference.mean, dtype=torch.float64)
@@ -53,12 +54,12 @@ def deviations(moments: Moments, reference: Running) -> tuple[Tensor, Tensor]:
 
 
 def from_deviations(count: int, first: Tensor, second: Tensor, reference: Running) -> tuple[Moments, int]:
-    """Compute the moments of ``count`` activations per channel from averaged ``deviations``, (C,) each.
+    """Compute the moments of ``count`` values per channel from averages of deviations.
 
-    A variance from averages that are rounded, clipped or noisy may come out negative. It is then set to 0.
+    Rounding, clipping or noise may make a variance negative. It is then set to 0.
 
     Returns:
-        The moments, and the number of channels whose variance was set to 0.
+        The moments, and how many channels' variance was set to 0.
     """
     s = scale(reference)
     var = second + 1 - first.square()
@@ -66,30 +67,30 @@ def from_deviations(count: int, first: Tensor, second: Tensor, reference: Runnin
 
 
 def running_deviations(running: Running, reference: Running) -> tuple[Tensor, Tensor]:
-    """Compute ``(mean - r) / s`` and ``var / s^2 - 1``, (C,) each, for mean r and deviation s.
+    """Compute ``(mean - r) / s`` and ``var / s^2 - 1``, (C,) each.
 
-    These deviations are for methods that average running means and running variances separately (FedAvg).
+    They are for methods that average running means and variances separately (FedAvg).
     """
     s = scale(reference)
     return (running.mean.double() - reference.mean.double()) / s, running.var.double() / s.square() - 1
 
 
 def from_running_deviations(mean: Tensor, var: Tensor, reference: Running) -> tuple[Running, int]:
-    """Compute running statistics from averaged ``running_deviations``, (C,) each.
+    """Compute running statistics from averages of ``running_deviations``.
 
     Returns:
-        The statistics, and the number of channels whose variance was negative and was set to 0.
+        The statistics, and how many channels' negative variance was set to 0.
     """
     s = scale(reference)
     return Running(reference.mean.double() + s * mean, s.square() * (var + 1).clamp(min=0.0)), int((var + 1 < 0).sum())
 
 
 def within(first: Tensor, second: Tensor, limit: float) -> tuple[Tensor, Tensor, int]:
-    """Bring a client's ``deviations``, (C,) each, into the range ``[-limit, limit]`` of a quantiser.
+    """Bring ``deviations``, (C,) each, into a quantiser's range ``[-limit, limit]``.
 
     Returns:
-        The new ``first``, the new ``second`` divided by ``limit`` (both in range if ``limit`` is 1 or more), and
-        the number of channels whose moments were changed to fit.
+        The new ``first``, the new ``second`` divided by ``limit`` (both in range if
+        ``limit`` is at least 1), and how many channels' moments were changed.
     """
     kept = first.clamp(-limit, limit)
     var = (second + 1 - first.square()).clamp(min=0.0)
@@ -99,21 +100,21 @@ def within(first: Tensor, second: Tensor, limit: float) -> tuple[Tensor, Tensor,
 
 
 def running_within(mean: Tensor, var: Tensor, limit: float) -> tuple[Tensor, Tensor, int]:
-    """Bring a client's ``running_deviations``, each separately, into a quantiser's range; see ``within``."""
+    """Bring ``running_deviations``, each separately, into a quantiser's range."""
     kept, ratio = mean.clamp(-limit, limit), var.clamp(max=limit**2)
     return kept, ratio / limit, int(((kept != mean) | (ratio != var)).sum())
 
 
 def lost(moments: Moments, first: Tensor, reference: Running, error: float, limit: float) -> int:
-    """Count the channels whose variance is inexact because the reference is too far from the data.
+    """Count the channels whose variance is inexact, as the reference is too far from the data.
 
-    A channel counts if the quantiser's rounding may change its variance (plus EPS) by more than 0.1 %, and
-    by more than about four times what it causes with a reference near the data.
+    Rounding may change such a variance (plus EPS) by more than 0.1 %, and by more than
+    about four times what it causes with a reference near the data.
 
     Args:
-        moments: the moments of all clients together, as ``from_deviations`` computed them.
-        first: (C,), the average deviation from which ``moments`` were computed.
-        reference: the public statistics from which clients measured their deviations.
+        moments: of all clients together, from ``from_deviations``.
+        first: (C,), the average from which they were computed.
+        reference: the public statistics.
         error: the largest error of an average.
         limit: the quantiser's range is ``[-limit, limit]``.
     """
@@ -123,25 +124,25 @@ def lost(moments: Moments, first: Tensor, reference: Running, error: float, limi
 
 
 def level(clipping_range: float, bits: int) -> float:
-    """Return a level's width of a quantiser of ``[-clipping_range, clipping_range]``, ``2**bits`` levels."""
+    """Return the level's width in a quantiser of ``[-clipping_range, clipping_range]``."""
     return 2 * clipping_range / (1 << bits)
 
 
 def average_error(clipping_range: float, bits: int, weights: Sequence[float], heaviest: float = 0.0) -> float:
-    """Return the worst-case absolute error of a quantised average, in the units of its values.
+    """Return the worst-case absolute error of a quantised average, in its values' units.
 
-    Each of n clients sends ``weight / heaviest`` times its value, rounded to a neighbouring level, so with an
-    error below one level. The exact sum of integers is divided by ``sum(weights) / heaviest``. The average's
-    error is below ``n * level * heaviest / sum(weights)``, which is one level for equal weights.
+    Each of n clients sends ``weight / heaviest`` times its value, with an error below one
+    level. The sum is divided by ``sum(weights) / heaviest``. The average's error is below
+    ``n * level * heaviest / sum(weights)``, one level for equal weights.
 
     Args:
         clipping_range: the quantiser's range is ``[-clipping_range, clipping_range]``.
-        bits: the quantiser's number of bits.
+        bits: of the quantiser.
         weights: one weight per client, above 0.
-        heaviest: the public weight by which all weights are divided. 0: the largest of ``weights``.
+        heaviest: the public divisor of weights. 0: the largest of them.
 
     Raises:
-        ValueError: ``weights`` is empty, or its sum is not positive.
+        ValueError: ``weights`` is empty, or the sum is not positive.
     """
     total = sum(weights)
     if not weights or total <= 0:
@@ -150,15 +151,15 @@ def average_error(clipping_range: float, bits: int, weights: Sequence[float], he
 
 
 def moments_error(first: Tensor, reference: Running, error: float, limit: float) -> tuple[Tensor, Tensor]:
-    """Return the largest possible errors (C,) of mean and variance that ``from_deviations`` computes.
+    """Return the largest errors (C,) of ``from_deviations``'s mean and variance.
 
-    ``error`` is the largest error of the averages of ``first`` and of ``second / limit``.
+    ``error`` is the largest of the averages of ``first`` and ``second / limit``.
     """
     s = scale(reference)
     return s * error, s.square() * error * (limit + 2 * first.abs() + error)
 
 
 def beyond(named: Mapping[str, Tensor], limit: float) -> dict[str, int]:
-    """Count the values, by tensor, that a quantiser of ``[-limit, limit]`` would cut off."""
+    """Count the values, by tensor, that ``[-limit, limit]`` would cut off."""
     counts = {name: int((tensor.abs() > limit).sum()) for name, tensor in named.items()}
     return {name: count for name, count in counts.items() if count}

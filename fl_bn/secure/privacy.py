@@ -1,17 +1,17 @@
-"""Provide client-level differential privacy with two noisy sums: of the updates and of the statistics.
+"""Provide client-level differential privacy: noisy sums of updates and of statistics.
 
-A client's update and its statistics (standardised deviations, see ``additive``) are two vectors. Each is
-scaled down to an L2 norm of at most its clip C. A clip that fits one would not fit the other. Each gets so
-much Gaussian noise that the secure sum over the cohort has noise of standard deviation ``noise * C`` or more.
+A client's update and its statistics (deviations, see ``additive``) are two vectors. Each
+is scaled down to an L2 norm of at most its own clip C. Each gets so much Gaussian noise
+that the cohort's secure sum has noise of standard deviation ``noise * C`` or more.
 
-Accounting is that of zero-concentrated DP: Concentrated Differential Privacy, Bun and Steinke, TCC 2016. A
-Gaussian release of noise multiplier z costs ``rho = 1 / (2 z^2)`` (proposition 1.6). Two data sets are
-neighbours if one client's vector is replaced by 0. Releases add up (lemma 1.7). ``rho`` implies ``(rho + 2
-sqrt(rho ln(1 / delta)), delta)`` (proposition 1.3). Sampling of the cohort is not used to reduce the cost, so
-the figure is an upper bound.
+Accounting is zero-concentrated DP: Concentrated Differential Privacy, Bun and Steinke,
+TCC 2016. A Gaussian release of noise multiplier z costs ``rho = 1 / (2 z^2)``
+(proposition 1.6), where neighbours differ in one client's vector, or 0. Releases add up
+(lemma 1.7). ``rho`` implies ``(rho + 2 sqrt(rho ln(1 / delta)), delta)`` (proposition
+1.3). Sampling of the cohort is left out, so the figure is an upper bound.
 
-The noise is drawn from the operating system's entropy, so a run with privacy is not reproducible. Every
-client and the server know the run's seed, and a party that knows the noise can subtract it.
+The noise is drawn from the operating system's entropy, so a run with privacy is not
+reproducible. All know the run's seed, and who knows the noise can subtract it.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ noisy_option = partial(option, used=SECURE & Used("dp-noise > 0", lambda config:
 
 @dataclass(frozen=True)
 class Privacy(Options):
-    """Describe how clients clip their vectors, and how much noise they add.
+    """Describe how clients clip their vectors, and the noise that they add.
 
     Attributes:
-        noise: The noise multiplier. The noise of a sum has a standard deviation of ``noise`` times the clip,
-            or more.
-        delta: The delta at which epsilon is stated; it should be well below one over the number of clients.
+        noise: the least standard deviation of a sum's noise, divided by the clip.
+        delta: epsilon is stated for it; it should be well below one over the number of
+            clients.
 
     Raises:
-        ValueError: A value is out of range. The noise must be above 0, although a run config allows 0.
+        ValueError: a value is out of range. A run config allows noise 0, this class does
+            not.
     """
 
     name: ClassVar[str] = "privacy"
@@ -89,9 +90,9 @@ def noisy(
 ) -> dict[str, Tensor]:
     """Add one client's share of the noise to ``vector``, in float64.
 
-    Each number gets noise of standard deviation ``noise * clip / sqrt(contributors)``. ``contributors`` is
-    the smallest number of clients whose sum the server may learn. A sum over more clients has more noise.
-    Only tests give ``rng``; None: the operating system's entropy.
+    Its standard deviation is ``noise * clip / sqrt(contributors)``. ``contributors`` is
+    the smallest number of clients whose sum the server may learn. A sum over more clients
+    has more noise. Only tests give ``rng``.
     """
     rng = np.random.default_rng(secrets.randbits(256)) if rng is None else rng
     deviation = noise * clip / math.sqrt(contributors)
@@ -99,31 +100,28 @@ def noisy(
 
 
 def rho(releases: int, noise: float) -> float:
-    """Return rho, the cost in zero-concentrated DP of ``releases`` sums with noise of multiplier ``noise``."""
+    """Return rho, the cost of ``releases`` sums with noise of multiplier ``noise``."""
     return releases / (2 * noise**2)
 
 
 def epsilon(releases: int, noise: float, delta: float) -> float:
-    """Bound the epsilon of client-level ``(epsilon, delta)``-DP after ``releases`` noisy sums from above.
-
-    ``noise`` is the standard deviation of a sum's noise, divided by the clip.
-    """
+    """Bound the epsilon of ``(epsilon, delta)``-DP after ``releases`` noisy sums from above."""
     cost = rho(releases, noise)
     return cost + 2 * math.sqrt(cost * math.log(1 / delta))
 
 
 class Journal:
-    """Record in a file how many releases (noisy sums that the server learns) a run has made."""
+    """Record in a file how many releases (noisy sums that the server learns) a run made."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def add(self, releases: int) -> None:
-        """Add a line with the number of releases, which survives a crash, or raise ``OSError``."""
+        """Add a line that survives a crash, or raise ``OSError``."""
         append(self.path, json.dumps({"releases": releases}).encode())
 
     def total(self) -> int:
-        """Return the sum of all releases. A line that a crash cut short counts as ``MOST``."""
+        """Return the sum of releases. A line that a crash cut short counts as ``MOST``."""
         lines = self.path.read_bytes().splitlines() if self.path.exists() else []
         return sum(map(_released, filter(None, lines)))
 
@@ -137,10 +135,10 @@ def _released(line: bytes) -> int:
 
 
 class Accountant:
-    """Count the releases of one run.
+    """Count one run's releases.
 
-    A training round has one release of the updates, and one of the statistics if the method reports any. A
-    statistics-only exchange has one release.
+    A training round has one for updates, and one if the method reports statistics. A
+    statistics-only exchange has one.
     """
 
     def __init__(self, privacy: Privacy, releases: int = 0) -> None:
@@ -148,23 +146,23 @@ class Accountant:
         self._journal: Journal | None = None
 
     def keep_in(self, journal: Journal) -> None:
-        """Add the total of ``journal`` to ``releases``, and record all further releases in ``journal``."""
+        """Add the total of ``journal`` to ``releases``, and record further ones there."""
         self.releases += journal.total()
         self._journal = journal
 
     def spend(self, releases: int) -> None:
-        """Count and record ``releases`` before they are made. If that fails, nothing may be released."""
+        """Count and record ``releases`` beforehand. If that fails, nothing may be released."""
         if self._journal is not None:
             self._journal.add(releases)
         self.releases += releases
 
     def at_least(self, releases: int) -> None:
-        """Increase the number of releases to that in a checkpoint, unless the journal counted more."""
+        """Raise the number of releases to a checkpoint's, unless the journal counted more."""
         if releases > self.releases:
             self.spend(releases - self.releases)
 
     def statement(self) -> str:
-        """Describe the cost so far in one line, for the log and the summary."""
+        """Describe the cost so far in one line."""
         p = self.privacy
         return (
             f"privacy: epsilon {epsilon(self.releases, p.noise, p.delta):.3g} at delta {p.delta:g} per client after {self.releases} "

@@ -1,4 +1,4 @@
-"""Define the settings of secure aggregation (SecAgg+): shares, values' range and bits, fewest clients."""
+"""Define the settings of secure aggregation (SecAgg+)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ secured = partial(option, used=SECURE)
 
 @dataclass(frozen=True)
 class SecureAggregation(Options):
-    """Describe the settings of SecAgg+. Most fields are options, with their keys in docs/config.md.
+    """Describe the settings of SecAgg+. For most fields see docs/config.md.
 
     Attributes:
-        shares: A client shares masks with ``shares - 1`` other clients.
-        privacy: The clips, and the noise that clients add before they mask their vectors. None: no noise.
+        shares: a client shares masks with ``shares - 1`` others.
+        privacy: clips, and noise to add before masking. None: no noise.
 
     Raises:
-        ValueError: A value is out of range, or two values do not fit together.
+        ValueError: a value is out of range, or two do not fit together.
     """
 
     name: ClassVar[str] = "secure aggregation"
@@ -53,18 +53,19 @@ class SecureAggregation(Options):
             self.check(max(self.shares, LEAST))
 
     def shares_of(self, clients: int) -> int:
-        """Return the number of parts of each secret, in a sum of ``clients`` clients."""
+        """Return into how many parts secrets are divided, in a sum of ``clients``."""
         return min(self.shares or clients, clients)
 
     def threshold_of(self, clients: int) -> int:
-        """Return how many parts of a secret are needed to recover it, in a sum of ``clients`` clients."""
+        """Return how many parts recover a secret, in a sum of ``clients``."""
         return self.threshold or self.shares_of(clients) // 2 + 1
 
     def check(self, clients: int) -> None:
         """Check that the vectors of ``clients`` clients can be summed.
 
         Raises:
-            ValueError: There are too few clients, the sum would overflow, or an option does not fit them.
+            ValueError: clients are too few, the sum would overflow, or an option does not
+                fit.
         """
         shares, threshold, most = self.shares_of(clients), self.threshold_of(clients), (MODULUS - 1).bit_length() - clients.bit_length()
         fits = shares < 2 * threshold <= 2 * shares
