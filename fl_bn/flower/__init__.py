@@ -1,4 +1,4 @@
-"""Connect fl-bn to Flower: strategies, the client, the wire format between them, and the in-process engine.
+"""Connect fl-bn to Flower: strategies, the client, the wire format and the in-process engine.
 
 No other package of fl-bn imports Flower.
 """

@@ -27,11 +27,11 @@ def corrupt(
     defence: Defence,
     sent: Payload,
 ) -> list[Decoded]:
-    """Rewrite the replies of the Byzantine clients, which are the last ``adversary.f`` clients of the run.
+    """Rewrite the replies of the Byzantine clients, which are the last ``adversary.f`` of the run's ``population``.
 
-    Errors and unreadable replies are not rewritten. The attackers know the ``defence``, and ignore honest
-    replies that are not finite, since the server will refuse them. ``population`` is the number of clients
-    in the run, ``sent`` what the server sent to all.
+    Errors and unreadable replies stay. The attackers know the ``defence`` and what the
+    server ``sent``. They ignore honest replies that are not finite, since the server
+    refuses them.
     """
     index = {client.node: client.index for client in cohort}
     readable: dict[int, tuple[int, Payload]] = {}  # client -> position in ``replies``, arrays
@@ -65,7 +65,7 @@ def _finite(payload: Payload) -> bool:
 def _updates(
     section: str, truths: Sequence[Payload], lies: Sequence[Payload], adversary: Adversary, defence: Defence, sent: Payload
 ) -> None:
-    """Rewrite the updates in ``lies`` in place: gradients or differences from ``sent`` are one vector."""
+    """Rewrite the updates in ``lies`` in place: gradients or differences from ``sent``, as one vector."""
     names = [name for name, array in truths[0][section].items() if array.dtype.kind == "f"]
     origin = _flat(sent["weights"], names) if section == "weights" else 0.0
     honest = np.stack([_flat(truth[section], names) for truth in truths]) - origin
@@ -80,7 +80,7 @@ def _updates(
 
 
 def _statistics(section: str, truths: Sequence[Payload], lies: Sequence[Payload], adversary: Adversary, defence: Defence) -> None:
-    """Rewrite the statistics in ``lies`` in place: a layer's means and variances are one vector."""
+    """Rewrite the statistics in ``lies`` in place, each layer's means and variances as one vector."""
     mean, var = VARIANCES[section]
     combine = pool if section == "moments" else plain_average
     for layer in [name.rpartition(".")[0] for name in truths[0][section] if name.rpartition(".")[2] == mean]:
@@ -94,7 +94,7 @@ def _statistics(section: str, truths: Sequence[Payload], lies: Sequence[Payload]
 
 
 def _write(section: str, names: Sequence[str], like: Payload, lies: Sequence[Payload], rows: np.ndarray) -> None:
-    """Write each of ``rows`` (f, d) into the tensors ``names`` of a lie, shaped as in ``like``."""
+    """Write ``rows`` (f, d) into the tensors ``names`` of each lie, shaped as in ``like``."""
     for lie, row in zip(lies, rows, strict=True):
         at = 0
         for name in names:
@@ -110,9 +110,9 @@ Combine = Callable[[Sequence[Moments]], Moments]
 def _statistics_damage(honest: np.ndarray, f: int, truth: Combine, combine: Combine) -> Damage:
     """Return a measure of how much a lie of ``f`` clients changes one layer's combined statistics.
 
-    It is a norm over all channels: of the change of the mean in standard deviations, and of the log of the
-    ratio of the variances. ``honest`` (clients, 2 * channels) has means, then variances. ``truth`` combines
-    only honest statistics.
+    It is a norm over all channels: of the change of the mean in standard deviations, and
+    of the log of the ratio of the variances. ``honest`` (clients, 2 * channels) has
+    means, then variances.
     """
     known = [_moments(row) for row in honest]
     want = truth(known)

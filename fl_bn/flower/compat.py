@@ -1,9 +1,8 @@
 """Find what depends on Flower's version: names that are private or have moved, and what deployments need.
 
-``from fl_bn.flower.compat import Stage`` looks for ``Stage`` in the modules in which different versions
-of Flower keep it, at that import. All other names that this package imports from Flower are public, and
-have not moved since the oldest version (``tests/test_architecture.py``). This module imports the
-standard library alone, so that ``superlink.py`` can load it by its path.
+``from fl_bn.flower.compat import Stage`` looks for ``Stage`` where different versions of
+Flower keep it. This module imports the standard library alone, so that ``superlink.py``
+can load it by its path.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def __getattr__(name: str) -> Any:
 
 
 def find(name: str) -> Any:
-    """Return Flower's object ``name``, from its first module in ``PLACES``, or raise ``ImportError``."""
+    """Return Flower's object ``name`` from its first module in ``PLACES``, or raise ``ImportError``."""
     modules = [module for module, names in PLACES.items() if name in names.split()]
     for module in modules:
         try:
@@ -73,9 +72,9 @@ def simulated() -> bool:
 
 
 def identify(run_id: int) -> None:
-    """Set the run and node that Flower writes into this process's messages to ``run_id``.
+    """Set the run and node of this process's messages to ``run_id``, unless they are set.
 
-    Newer versions of Flower need this: 1.42 does, 1.34 does not. An identity that is already set stays.
+    Flower 1.42 needs this, 1.34 does not.
     """
     try:
         identity = find("TaskIdentity")
@@ -88,7 +87,7 @@ def identify(run_id: int) -> None:
 
 
 def simulates(grid: Any) -> bool:
-    """Return whether ``grid`` is that of Flower's simulation, in which clients share a machine's workers."""
+    """Return whether ``grid`` is that of Flower's simulation on Ray."""
     return type(grid).__name__ == "InMemoryGrid"
 
 
@@ -104,10 +103,9 @@ def has_ended(grid: Any) -> bool:
 def repeat_cancelled(invoker: Any) -> None:
     """Change Flower's retry invoker: a call that a stopping server cancels is repeated.
 
-    A server that stops cancels the replies that it is sending (gRPC's code CANCELLED), but Flower
-    repeats a call for the code UNAVAILABLE alone. So a restart of the server would end a run with an
-    error, if a large reply was on its way. Newer versions of Flower call servers over HTTP and repeat
-    such calls themselves.
+    A server that stops cancels the replies that it is sending (gRPC's code CANCELLED),
+    but Flower repeats a call for the code UNAVAILABLE alone. Newer versions of Flower
+    call servers over HTTP and need no change.
     """
     import grpc  # not above: loading this module by its path stays cheap
 
@@ -122,7 +120,7 @@ def repeat_cancelled(invoker: Any) -> None:
 
 
 def copy_of(name: str) -> ModuleType:
-    """Load Flower's module ``name`` once more, under a name of its own, so that others see no changes."""
+    """Load Flower's module ``name`` once more, so that its other users see no changes."""
     original = importlib.util.find_spec(name)
     spec = original and importlib.util.spec_from_file_location(f"{name}_of_fl_bn", original.origin)
     if spec is None or spec.loader is None:
@@ -141,10 +139,10 @@ def deploys_by_grpc() -> bool:
 
 
 def federation_config(options: Mapping[str, object]) -> str:
-    """Return the argument of ``flwr run`` that sets options of the simulation.
+    """Return the argument of ``flwr run`` that sets options of the simulation, which have no prefix ``options.``.
 
-    Flower 1.25 drops all options of pyproject.toml if one is given. It then needs the number of
-    SuperNodes, and the CPUs of a client whose GPUs are given. ``options`` have no prefix ``options.``.
+    If one is given, Flower 1.25 drops all options of pyproject.toml. It then needs the
+    number of SuperNodes, and the CPUs of a client whose GPUs are given.
     """
     if pinned():
         options = {"num-supernodes": "...", **options}
@@ -162,7 +160,7 @@ def _advice(wanted: str) -> str:
 
 
 def prints(handler: logging.Handler) -> bool:
-    """Return whether ``handler`` of Flower's log is the one by which Flower itself prints."""
+    """Return whether ``handler`` is the one by which Flower prints its log."""
     return isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("flwr.")
 
 

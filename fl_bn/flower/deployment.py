@@ -1,7 +1,7 @@
 """Read what a deployment says of a run, and report the rounds of a user's own app to ``fl-bn status``.
 
-``fl-bn submit`` fills in keys of the run config: the run's name, its sites with their nodes, and the
-folder of results. A strategy in a user's own app reads them from the grid.
+``fl-bn submit`` fills in the run config's name of the run, sites with their nodes, and
+folder of results.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def submitted(grid: object) -> Mapping[str, Scalar]:
 
 
 def called_in(grid: object) -> ClientNames:
-    """Return the names and nodes of the run's sites; both are empty without ``fl-bn submit``."""
+    """Return the names and nodes of the run's sites; both empty without ``fl-bn submit``."""
     config = submitted(grid)
     try:
         names, nodes = sites_of(str(config.get("client-names", ""))), nodes_of(str(config.get(SITES, "")))
@@ -47,14 +47,14 @@ def called_in(grid: object) -> ClientNames:
 def exchange_in(settings: ExchangeSettings) -> ExchangeSettings:
     """Return the settings of the layer-wise exchange for this process.
 
-    On a deployment's server they get the address, the deadlines and the TLS certificates from the
-    folder that the environment variable ``FL_BN_SERVER`` names (``fl-bn kit`` makes it): server.toml,
-    server.crt, server.key and ca.crt. Settings that have certificates already, or say ``replay``, are
+    On a deployment's server, the folder that the environment variable ``FL_BN_SERVER``
+    names has the address, the deadlines and the TLS certificates: server.toml,
+    server.crt, server.key and ca.crt. Settings with certificates, or with ``replay``, are
     returned unchanged.
 
     Raises:
-        ValueError: The exchange would be unencrypted in a deployment whose other connections are
-            encrypted. Or server.toml or a certificate is missing or wrong.
+        ValueError: Only the exchange would be unencrypted, or server.toml or a
+            certificate is missing or wrong.
     """
     if settings.certificates is not None or settings.carrier == "replay" or not os.environ.get(SERVER):
         return settings
@@ -82,7 +82,7 @@ def exchange_in(settings: ExchangeSettings) -> ExchangeSettings:
 class Progress(Callback):
     """Report the progress of a user's own app to ``fl-bn status``: one line of JSON per round in ``file``.
 
-    Without a ``file``, nothing is written, nor after a line that cannot be written, which the log says.
+    Without a ``file``, or after a line that cannot be written, nothing is written.
     """
 
     def __init__(self, file: Path | None) -> None:

@@ -1,17 +1,16 @@
 """Report which data leave each client, as they arrive at the server, before any check or average.
 
-The report counts every reply of a training round or of an exchange that only measures statistics, all
-vectors of a layer-wise exchange, and the numbers of every evaluation, even if the server does not use
-them. It does not count replies that cannot be read or name no phase, Flower's own headers, and
-exchanged vectors of a round that ended before they were averaged.
+The report counts every reply of a training round or of an exchange that only measures
+statistics, all vectors of a layer-wise exchange, and the numbers of every evaluation,
+even if unused. It does not count unreadable replies, Flower's headers, and vectors of a
+round that ended before they were averaged.
 
-A statistic of few samples reveals them. ``samples`` of a ``Disclosure`` is the number of different
-samples behind a statistic, among which a person is hidden. ``values`` is the number of activations per
-channel, which is larger for images with many pixels of the same persons.
+``samples`` of a ``Disclosure`` is the number of different samples behind a statistic,
+which few samples do not hide. ``values`` is the number of activations per channel.
 
-The running statistics after one batch reveal those of the batch: ``(new - (1 - b) old) / b`` with momentum
-b. The weights after one step reveal its gradient, since the server knows the learning rate. After several
-batches or steps, only weighted means are revealed.
+The running statistics after one batch reveal those of the batch: ``(new - (1 - b) old) /
+b`` with momentum b. The weights after one step reveal its gradient, since the server
+knows the learning rate. Several batches or steps reveal only weighted means.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from fl_bn.support.wire import printable
 FEW = 8
 """The log warns of a statistic of fewer samples than this.
 
-The mean of one sample is the sample. Mean and variance of two give both. From three on, the values of
-each channel are mixed. Statistical offices have the same kind of rule: the smallest count in a
-published table is 5 to 11. The rule does not prove safety. The means of thousands of channels may show
-whether a known sample is among far more than eight (Homer et al., Resolving Individuals Contributing
-Trace Amounts of DNA to Highly Complex Mixtures, PLoS Genetics 2008).
+Mean and variance of two samples give both; from three on, values are mixed. Published
+tables have the same kind of rule, with smallest counts of 5 to 11. This does not prove
+safety: the means of thousands of channels may show whether a known sample is among far
+more than eight (Homer et al., Resolving Individuals Contributing Trace Amounts of DNA to
+Highly Complex Mixtures, PLoS Genetics 2008).
 """
 NAMED = 10  # the most clients that the warnings of a round name
 MOST_SECTIONS = 20  # the most sections of a reply that the report lists one by one; the others are added up
@@ -63,16 +62,13 @@ OTHERS = {
 
 
 Sizes = Mapping[str, tuple[int, int, int]]
-"""A reply's number of tensors and of bytes, and its smallest count of activations, by section."""
+"""A reply's tensors, bytes and smallest count of activations, by section."""
 Describe = Callable[[Client, Decoded, Sizes], Iterable[Disclosure]]
-"""Describes what a reply, whose payload is empty by now, revealed of a client."""
+"""Describes what a reply, whose payload is empty by now, revealed."""
 
 
 class DisclosureReport:
-    """Record the disclosures of one run: the kinds of data that left each client.
-
-    ``note``, ``evaluations`` and ``masked`` record what came; ``enter`` describes it in a round's record.
-    """
+    """Record the kinds of data that left each client in one run."""
 
     def __init__(self, model: nn.Module, locality: Locality, called: ClientNames = UNNAMED) -> None:
         self._method, self._warned, self._called = locality.method, set[int](), called
@@ -85,8 +81,8 @@ class DisclosureReport:
     ) -> Iterator[Decoded]:
         """Decode replies to train or measure messages one by one, and record what they reveal.
 
-        Vectors of the last layer-wise exchange, ``session``, are recorded, too, unless the call before had
-        the same one. ``round`` is for the log; 0: before the first.
+        Vectors of a new layer-wise exchange ``session`` are recorded, too. ``round`` 0:
+        before the first.
         """
         if session is not self._session:
             self._session = session
@@ -99,7 +95,7 @@ class DisclosureReport:
         return self._heard(replies, clients, self._of_reply, round)
 
     def evaluations(self, replies: Iterable[Message], clients: Iterable[Client]) -> Iterator[Decoded]:
-        """Decode the replies to evaluate messages one by one, and record what they reveal."""
+        """Decode replies to evaluate messages one by one, and record what they reveal."""
         return self._heard(replies, clients, _of_evaluation, -1)
 
     def _heard(self, replies: Iterable[Message], clients: Iterable[Client], describe: Describe, round: int) -> Iterator[Decoded]:
@@ -116,13 +112,13 @@ class DisclosureReport:
         self._came.append((round, lambda: [disclosure for one in heard for disclosure in describe(*one)]))
 
     def masked(self, parts: Iterable[Reply], evaluates: bool = False) -> None:
-        """Record the masked replies of a secure sum, of which only the sum can be read."""
+        """Record the masked replies of a secure sum, whose sum alone can be read."""
         what = "a masked evaluation: only the mean of all can be read" if evaluates else "a masked vector: only the sum of all can be read"
         sums = [Disclosure(part.client, "masked", what, 1, nbytes(part.sections)) for part in parts]
         self._came.append((-1, lambda: sums))
 
     def enter(self, record: RoundRecord) -> RoundRecord:
-        """Return ``record`` with all disclosures since the last call, and warn of those of few samples."""
+        """Return ``record`` with the disclosures since the last call, and warn of few samples."""
         came, self._came, new = self._came, [], list[Disclosure]()
         for round, describe in came:
             new += [disclosure for disclosure in describe() if disclosure.tensors or disclosure.nbytes]
@@ -131,7 +127,7 @@ class DisclosureReport:
         return replace(record, disclosures=[*record.disclosures, *new])
 
     def _warn(self, new: Iterable[Disclosure], round: int) -> None:
-        """Warn of each client once in a run, and of at most ``NAMED`` in a round; not of accuracies."""
+        """Warn of each client once in a run, and of at most ``NAMED`` in a round."""
         few = [d for d in new if 0 < d.samples < FEW and d.section != EVALUATION and d.client not in self._warned]
         first = {d.client: d for d in sorted(few, key=lambda d: (d.samples, d.section not in SUMMARIES), reverse=True)}
         self._warned |= first.keys()
@@ -163,7 +159,7 @@ class DisclosureReport:
             yield Disclosure(client.index, "metrics", f"numbers: {_some(numbers)}", 0, 8 * len(numbers))
 
     def _describe_moments(self, phase: Phase, round: int, client: Client, metrics: Mapping[str, Any]) -> tuple[str, int]:
-        """Describe the moments in a reply, and return the number of samples behind them."""
+        """Describe the moments in a reply, and the number of samples behind them."""
         samples, steps, batch = (_whole(metrics.get(name)) for name in ("samples", "steps", "batch"))
         report = self._method.reports(phase)
         if report is StatisticsReport.FIRST:
@@ -183,11 +179,11 @@ class DisclosureReport:
         return "moments of a pass without training", client.samples
 
     def _moving(self, words: str, samples: int, steps: int) -> tuple[str, int]:
-        """Describe statistics that move with each batch: at a momentum of 1, those of the last batch."""
+        """Describe statistics that move with each batch: at momentum 1, only the last one's."""
         return (f"{words}, of which the last alone counts", math.ceil(samples / max(steps, 1))) if self._last_counts else (words, samples)
 
     def _describe_section(self, section: str, phase: Phase, samples: int, steps: int) -> tuple[str, int]:
-        """Describe a reply's section, and count the samples behind its statistics or its gradient."""
+        """Describe a reply's section, and the number of samples behind it."""
         batches = _batches(steps)
         if section == "statistics" and phase is Phase.EXCHANGE and steps == 1:
             return "running means and variances of the whole cohort's batch", 0
@@ -203,7 +199,7 @@ class DisclosureReport:
 
 
 def _of_evaluation(client: Client, reply: Decoded, sizes: Sizes) -> Iterable[Disclosure]:
-    """Yield the disclosure of one evaluation, with the fewest samples behind a metric, if known."""
+    """Yield the disclosure of one evaluation, with the fewest samples behind a metric."""
     metrics = {name: value for record in (*reply.own.values(), reply.metrics or {}) for name, value in record.items()}
     numbers = [name for name, value in metrics.items() if isinstance(value, float)]
     if numbers:
@@ -218,7 +214,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def warning(disclosure: Disclosure, round: int, called: ClientNames = UNNAMED) -> str:
-    """Return a sentence that warns of a disclosure of few samples, and says what to do."""
+    """Return a sentence that warns of a disclosure of few samples, and advises."""
     measured = disclosure.what == LAYER_BY_LAYER or (disclosure.section == "moments" and "batch" not in disclosure.what)
     advice = f"raise {'hbn-stat-samples' if measured else 'batch-size'}, or leave out clients with so few samples"
     summary = "statistics" if disclosure.section in SUMMARIES else "the gradient"
@@ -241,7 +237,7 @@ def _whole(value: object) -> int:
 
 
 def _least_count(arrays: Mapping[str, np.ndarray]) -> int:
-    """Return the smallest number of activations per channel among the layers that ran; 0 if unknown."""
+    """Return the smallest count of activations per channel of the layers that ran, or 0."""
     counts = [array for name, array in arrays.items() if name.rpartition(".")[2] == "count"]
     activations = [int(count[0]) for count in counts if count.shape == (1,) and count.dtype == np.int64]
     return min((count for count in activations if count > 0), default=0)

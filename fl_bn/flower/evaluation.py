@@ -1,4 +1,4 @@
-"""Evaluate the models of a run: by hooks, at the server, and by the user's ``evaluate_fn``."""
+"""Evaluate a run's models: by hooks, at the server, and by the user's ``evaluate_fn``."""
 
 from __future__ import annotations
 
@@ -39,15 +39,10 @@ CONVERTED = "evaluate_fn gets the arrays of the converted network, since %s repl
 
 
 class Evaluations:
-    """Evaluate the models of one run.
+    """Evaluate the models of one run, of whose ``clients`` the metrics count.
 
-    Args:
-        at_server: maps the global model to metrics, where clients do not evaluate.
-        own: combines the metrics of an app of the user's own. None: clients run fl-bn's application.
-
-    Attributes:
-        clients: the clients whose metrics count in the current evaluation, or in the last one.
-        evaluate_fn: the user's function of the round and of the global model's arrays.
+    ``at_server`` maps the global model to metrics, where clients do not evaluate. ``own``
+    combines the metrics of a user's app.
     """
 
     def __init__(self, run: GridTransport, at_server: Callable[[nn.Module], dict[str, float]] | None, own: OwnMetrics | None) -> None:
@@ -60,7 +55,7 @@ class Evaluations:
         self._none = False  # whether it is known that there is no global model
 
     def say_refused(self, line: str, refused: Mapping[int, str]) -> None:
-        """Log a warning about each refused client, once in a run for each reason."""
+        """Warn of each refused client once in a run for each reason."""
         for index, why in sorted(refused.items()):
             self.once(logging.WARNING, line, self._run.policy.called.client(index), why)
 
@@ -85,8 +80,7 @@ class Evaluations:
     def ask(self, number: int, arrays: ArrayRecord, config: Mapping[str, Any]) -> list[Message]:
         """Make one evaluate message per client that evaluates: the code of ``configure_evaluate``.
 
-        There are none if clients have neither models nor test data of their own. If they have models of
-        their own, only clients that have trained evaluate.
+        There are none if clients have neither models nor test data of their own.
         """
         run = self._run
         if not self.at_clients:
@@ -105,14 +99,11 @@ class Evaluations:
         return messages
 
     def with_models(self, clients: list[Client]) -> list[Client]:
-        """Return the clients that have stored tensors of their own; all clients if none has."""
+        """Return the clients that have stored tensors of their own, or all if none has."""
         return [client for client in clients if self._run.method.personal and client.index in self._run.kept.rounds] or clients
 
     def combine(self, number: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Combine the clients' metrics, each client's first reply: the code of ``aggregate_evaluate``.
-
-        In fl-bn's application the task combines them, in an app of the user's own ``OwnMetrics``.
-        """
+        """Combine the metrics of each client's first reply: the code of ``aggregate_evaluate``."""
         if not self.at_clients:
             return None
         run = self._run
@@ -129,7 +120,7 @@ class Evaluations:
         return metrics
 
     def _of_task(self, number: int, replies: Iterable[Decoded]) -> tuple[MetricRecord | None, ByClient]:
-        """Combine the metrics that the task declares. Return them, and each client's own loss and metric."""
+        """Return the combined metrics that the task declares, and each client's own."""
         run, metric = self._run, self._run.task.metric
         header = header_for(run.shared, number, Phase.TRAIN)
         expected = Expected(header.round, header.signature, Schema({}), evaluated(run.task))
@@ -142,14 +133,14 @@ class Evaluations:
         return MetricRecord({**over_clients(run.task, [dict(m) for m in metrics.values()], run.server.defence.active)}), own
 
     def _as_a_sum(self, secure: SecureRounds, messages: list[Message]) -> MetricRecord | None:
-        """Return the mean metrics over the clients from a secure sum. None: the sum failed."""
+        """Return the clients' mean metrics from a secure sum, if it succeeds."""
         run, sent = self._run, [copy_of(message, kind="train") for message in messages]
         means, refused = secure.evaluate(run.grid, sent, self.clients, run.timeout, run.task) if sent else ({}, {})
         self.say_refused("%s did not evaluate: %s", refused)
         return MetricRecord({**means}) if means else None
 
     def finish(self, number: int, tensors: Named) -> None:
-        """Let clients save models of their own, and average the layers that they keep."""
+        """Let clients save their models, and average the layers that they keep."""
         run = self._run
         run.shared.load(tensors)
         if run.save_clients and run.shared.personal:
@@ -167,7 +158,7 @@ class Evaluations:
     # At the server
 
     def here(self, number: int, tensors: Named) -> dict[str, float]:
-        """Call ``evaluate_fn``, store its metrics, and return those that are single numbers."""
+        """Call ``evaluate_fn``, store its metrics, and return the single numbers."""
         if self.evaluate_fn is None or (arrays := self._global_model(number, tensors)) is None:
             return {}
         if not isinstance(metrics := self.evaluate_fn(number, arrays), MetricRecord | None):
@@ -177,7 +168,7 @@ class Evaluations:
         return numbers_of(metrics)
 
     def _global_model(self, number: int, tensors: Named) -> ArrayRecord | None:
-        """Return arrays that load into the user's network. None, with a reason in the log: no model."""
+        """Return arrays that load into the user's network, or None with a reason in the log."""
         run = self._run
         shared, method, locality, state = run.shared, run.method, run.shared.locality, run.shared.model.state_dict()
         others = {name: state[name] for name in locality.home if locality.role[name] is not Role.MIXING}
@@ -205,8 +196,9 @@ class Evaluations:
 def kept_average(run: GridTransport, number: int) -> tuple[dict[str, Tensor], dict[int, str]]:
     """Ask the clients for the tensors that they keep. Return their average, and why clients are not in it.
 
-    Clients that took no part in the training may start from it (Li et al.: FedBN: Federated Learning on
-    Non-IID Features via Local Batch Normalization, ICLR 2021, appendix G). All have the same weight.
+    Clients that took no part in the training may start from it. All have the same weight.
+    (Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch
+    Normalization, ICLR 2021, appendix G.)
     """
     shared, clients = run.shared, run.evaluations.with_models(run.everyone())
     header, samples = header_for(shared, number, Phase.MEASURE), {client.index: client.samples for client in clients}

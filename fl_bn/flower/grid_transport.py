@@ -1,4 +1,4 @@
-"""Carry a run's rounds over a Flower grid: make messages, call the strategy's hooks, read the replies."""
+"""Carry a run's rounds over a Flower grid: make messages, call hooks, read replies."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Pair = tuple[ArrayRecord | None, MetricRecord | None]
 
 @dataclass
 class Round:
-    """Hold one training round: tensors before it, its instruction, the replies, and what the hooks returned."""
+    """Hold one training round: its instruction, the replies, and what the hooks returned."""
 
     before: Named
     instruction: Instruction
@@ -54,26 +54,25 @@ class Round:
 
 @dataclass(repr=False)
 class RunResult(Result):
-    """Hold Flower's result of a run, and every round's record in order, with each client's own metrics."""
+    """Hold Flower's result of a run, and every round's record, with each client's metrics."""
 
     records: list[RoundRecord] = field(default_factory=list)
 
 
 class GridTransport(Transport):
-    """Run the rounds of one strategy over a Flower grid, for fl-bn's application or a user's own app.
+    """Run the rounds of one strategy over a Flower grid, for fl-bn's application or a user's ``own_app``.
 
-    ``train`` calls the strategy's hooks ``configure_train`` and ``aggregate_train``, whose own code is
-    ``ask_to_train`` and ``combine``. ``evaluations`` calls the other two hooks.
+    ``train`` calls the strategy's hooks ``configure_train`` and ``aggregate_train``,
+    whose own code is ``ask_to_train`` and ``combine``. ``evaluations`` calls the other
+    two hooks.
 
     Args:
-        server: the server of the run.
         evaluate: maps the global model to metrics, at the server.
         callbacks: called at the start, after every round and at the end.
-        save_clients: the run's folder at clients that save models of their own at the end. Empty: none do.
-        keep_checkpoint: stores a ``Checkpoint``, and returns the oldest round to which the run can go back.
-        secure: the settings of secure aggregation (SecAgg+). None: updates travel in the clear.
-        task: the task whose metrics clients evaluate, and the log shows.
-        own_app: what an app of the user's own adds. None: clients run fl-bn's application.
+        save_clients: the folder in which clients save models at the end. Empty: none do.
+        keep_checkpoint: stores a ``Checkpoint``, and returns the oldest round to which
+            the run can go back.
+        secure: the settings of SecAgg+. None: updates travel in the clear.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class GridTransport(Transport):
             self.population.gather()
 
     def everyone(self) -> list[Client]:
-        """Return all connected clients that may train; the cohort, if nobody has looked for clients yet."""
+        """Return all connected clients; the cohort, if nobody has looked for clients yet."""
         return self.cohort if self.population is None else self.population.everyone()
 
     def _arrays(self) -> dict[str, Tensor]:
@@ -145,21 +144,21 @@ class GridTransport(Transport):
         return self.shared.whole(tensors, self.batches_trained + batches_trained(self.running.history))
 
     def outward(self, tensors: Named) -> ArrayRecord:
-        """Convert shared ``tensors`` to the arrays that hooks and Flower's result get."""
+        """Convert shared ``tensors`` to the arrays of hooks and of Flower's result."""
         arrays = arrays_of(tensors if self.own_app is None else self.shared.whole(tensors, self.batches_trained))
         self._given = dict(arrays), tensors
         return arrays
 
     def unchanged(self, arrays: ArrayRecord) -> bool:
-        """Return whether a hook returned the very objects that it got: an array cannot be changed in place."""
+        """Return whether a hook returned the very objects that it got; arrays never change in place."""
         given, _ = self._given
         return arrays.keys() == given.keys() and all(arrays[name] is array for name, array in given.items())
 
     def inward(self, arrays: ArrayRecord) -> Named:
         """Convert arrays that a hook returned to the shared tensors.
 
-        The arrays may have the names of the user's network, or of the converted one. A missing, foreign or
-        invalid array raises ``RunFailed``.
+        They may have the names of the user's or of the converted network. A missing,
+        foreign or invalid array raises ``RunFailed``.
         """
         if self.unchanged(arrays):
             return self._given[1]
@@ -180,8 +179,9 @@ class GridTransport(Transport):
     def train(self, instruction: Instruction) -> RoundReplies:
         """Let the clients train, by the strategy's hooks ``configure_train`` and ``aggregate_train``.
 
-        The latter also combines the replies, since a user's override gets the new tensors, and may change
-        them. A hook may also change the tensors of the ``instruction``, and the learning rate.
+        The latter also combines the replies, so that an override gets the new tensors,
+        and may change them. A hook may also change the tensors of the ``instruction``,
+        and the learning rate.
         """
         number, strategy, before = instruction.round, self.strategy, self.shared.tensors()
         assert strategy is not None, "a round belongs to a start"
@@ -203,10 +203,7 @@ class GridTransport(Transport):
         return now.replies
 
     def ask_to_train(self, number: int, arrays: ArrayRecord, config: Mapping[str, Any]) -> list[Message]:
-        """Make one train message per client of the cohort, in client order: the code of ``configure_train``.
-
-        An override may have changed ``arrays``, the shared tensors, and the learning rate in ``config``.
-        """
+        """Make one train message per client of the cohort, in client order: the code of ``configure_train``."""
         instruction, now, population = self._instruction(number, arrays, config), self.policy, self.population
         assert population is not None
         population.wait_for(now.min_cohort, number)
@@ -224,7 +221,7 @@ class GridTransport(Transport):
         return messages
 
     def _instruction(self, number: int, arrays: ArrayRecord, config: Mapping[str, Any]) -> Instruction:
-        """Return the round's instruction. It is a new one if a hook has changed tensors or learning rate."""
+        """Return the round's instruction, a new one if a hook has changed it."""
         changed, now = isinstance(self.policy.rate, NamedRates) and self.policy.rate.note(number, config), self._round
         if now is not None and now.instruction.round == number and not changed and self.unchanged(arrays):
             return now.instruction
@@ -232,9 +229,9 @@ class GridTransport(Transport):
         return self.server.begin(number)
 
     def combine(self, number: int, replies: Iterable[Message]) -> Pair:
-        """Combine the replies into the new shared model: the code of ``aggregate_train``.
+        """Combine the replies into shared tensors and metrics: the code of ``aggregate_train``.
 
-        Return the shared tensors and the combined metrics. ``(None, None)`` if too few replies are usable.
+        Return ``(None, None)`` if too few replies are usable.
         """
         phase = Phase(self.record.phase)
         expected = self.server.expects(number, phase, {client.index: client.samples for client in self.cohort})
@@ -259,7 +256,7 @@ class GridTransport(Transport):
         return self.outward(self.shared.tensors()), metrics
 
     def _read(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
-        """Check the replies. Unless the method needs all at once, add each to the average immediately."""
+        """Check the replies. Unless the method needs all at once, average each immediately."""
         who = [client.index for client in self.cohort]
         if (intake := self.server.intake(who)) is None:
             read = RoundReplies(who, *reading.all(replies))
@@ -283,7 +280,7 @@ class GridTransport(Transport):
         return self.outward(self.shared.tensors()), MetricRecord({"loss": parts[0].loss, "samples": sum(part.samples for part in parts)})
 
     def conclude(self, replies: RoundReplies) -> bool:
-        """Take what ``aggregate_train`` returned. Return False, and change nothing, if the round failed."""
+        """Take what ``aggregate_train`` returned. Return False if the round failed."""
         assert self._round is not None
         now, (arrays, metrics) = self._round, self._round.returned
         self._round = None
@@ -301,7 +298,7 @@ class GridTransport(Transport):
     # Statistics
 
     def measure(self, instruction: Instruction) -> RoundReplies:
-        """Measure statistics at all connected clients, or at the round's cohort if the method says so."""
+        """Measure statistics at all connected clients, or if the method says so at the cohort."""
         everyone = self._measuring(instruction)
         sent = self.messages(STATISTICS, instruction, everyone, {"measured": instruction.measured})
         if self.secure is not None:
@@ -329,7 +326,7 @@ class GridTransport(Transport):
         return replace(read, cohort=[client.index for client in everyone], refused=empty, exchange=exchanges.session, carrier=carrier)
 
     def store(self, instruction: Instruction, replies: RoundReplies) -> None:
-        """Store the measured statistics in the server. A secure sum has stored its own already."""
+        """Store the measured statistics in the server, unless a secure sum has done so."""
         if self.secure is None:
             super().store(instruction, replies)
 
@@ -345,7 +342,7 @@ class GridTransport(Transport):
     # An evaluation, and the end of the run
 
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate the shared ``tensors`` after round ``number``, by the strategy's other two hooks."""
+        """Evaluate the shared ``tensors`` after round ``number``, by the strategy's hooks."""
         evaluations, arrays = self.evaluations, self.outward(tensors)
         assert self.strategy is not None, "an evaluation belongs to a start"
         evaluations.clients = self.everyone() if evaluations.at_clients else []
@@ -365,8 +362,8 @@ class GridTransport(Transport):
     ) -> list[Message]:
         """Make one message per client, with ``values`` in fl-bn's config, and the user's ``config``.
 
-        The round's number is added to that config, which a user's mod may read. The messages live for
-        ``steps`` times the round's timeout.
+        The round's number is added to the latter. Messages live for ``steps`` times the
+        round's timeout.
         """
         self._down = {section: to_numpy(tensors) for section, tensors in instruction.sections.items()}
         content = to_records(self._down, header_for(self.shared, instruction.round, instruction.phase))
@@ -386,7 +383,7 @@ class GridTransport(Transport):
     def overheard(self, replies: Iterable[Message], without_training: bool = False) -> Iterable[Decoded]:
         """Decode the replies, and record for the disclosure report which data they reveal.
 
-        The replies of simulated attackers are forged here, where all other replies are known.
+        Replies of simulated attackers are forged here, where all others are known.
         """
         clients = self.everyone()
         decoded = self.disclosures.note(replies, clients, self.exchanges.session, self.record.round, without_training)

@@ -1,11 +1,11 @@
 """Answer the server's messages at a client, for fl-bn's own app, users' apps and secure aggregation.
 
-Handlers are functions of a module, since Flower's ``run_simulation`` pickles inner functions with
-copies of all that they use.
+Handlers are functions of a module, since ``run_simulation`` pickles inner functions with
+all that they use.
 
-Between its rounds, a client keeps the tensors that stay with it, and the optimizer's momentum, in Flower's
-``context.state``, which is in the memory of the simulation or of the SuperNode, or in files, which survive
-both. In a resumed run, each client reads the state of the round to which the run goes back.
+A client keeps its own tensors and the optimizer's momentum in Flower's ``context.state``,
+in the memory of the simulation or of the SuperNode, or in files, which survive both. In a
+resumed run, each client reads the state of the round to which the run goes back.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ PREVIOUS = "previous/"  # prefix for the sections of the state before the newest
 class MemoryState:
     """Store the newest state of a client, and the one before it, in Flower's ``context.state``.
 
-    The older state is needed when a client gets the message of the newest round again. Tensors of
-    another ``signature`` (of model and method) or of another ``run``, if it has a name, are not used.
+    The older state is needed when the message of the newest round comes again. Tensors of
+    another ``signature`` (of model and method) or named ``run`` are not used.
     """
 
     def __init__(self, state: RecordDict, signature: str, run: str = "") -> None:
@@ -69,7 +69,7 @@ class MemoryState:
         return NOTHING
 
     def write(self, round: int, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Store ``sections`` as the state after ``round``, and keep the newest one of earlier rounds."""
+        """Store ``sections`` as the state after ``round``, and keep the newest earlier one."""
         before = self.read(round)
         for section in our_records(self._state, ArrayRecord):
             del self._state[OURS + section]
@@ -83,8 +83,9 @@ class MemoryState:
 class FileState:
     """Store the states of one client in one run, in one file per round.
 
-    Files of rounds to which the run cannot go back any more are deleted. A file that is damaged, or
-    belongs to another client, model or method, is renamed with a message in the log, and not used.
+    Files to which the run cannot go back are deleted. A file that is damaged, or belongs
+    to another client, model or method, is renamed with a message in the log, and not
+    used.
     """
 
     def __init__(self, folder: Path, run_id: RunId, client: int, signature: str) -> None:
@@ -99,7 +100,7 @@ class FileState:
         return NOTHING
 
     def write(self, round: int, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Write ``sections`` as the state after ``round``, and delete files that are no longer needed."""
+        """Write ``sections`` as the state after ``round``, and delete files not needed any more."""
         tensors = {f"{section}/{name}": tensor for section, part in sections.items() for name, tensor in part.items()}
         path = self.folder / f"round-{round:06}.{self.run_id.attempt}{durable.SUFFIX}"
         about = {**self._owner, "round": str(round), "what": "the tensors that one fl-bn client keeps to itself"}
@@ -112,7 +113,7 @@ class FileState:
             needed = needed and not (on_the_line and kept <= self.run_id.durable)
 
     def _files(self) -> list[tuple[int, str, Path]]:
-        """Return round, token (``RunId.attempt``) and path of every file, the newest round first."""
+        """Return round, token (``RunId.attempt``) and path of every file, newest first."""
         names = {path: re.fullmatch(rf"round-(\d+)\.(\w+){re.escape(durable.SUFFIX)}", path.name) for path in self.folder.glob("round-*")}
         return sorted(((int(name[1]), name[2], path) for path, name in names.items() if name), reverse=True)
 
@@ -134,7 +135,7 @@ class FileState:
 
 
 StateStore = MemoryState | FileState
-"""Keeps a client's own tensors (those that it does not share) between its rounds, by round and section."""
+"""Keeps a client's own tensors between its rounds, by round and section."""
 
 
 def store_of(state: RecordDict, folder: Path | None, config: Mapping[str, Any], client: int, signature: str) -> StateStore:
@@ -150,12 +151,12 @@ def store_of(state: RecordDict, folder: Path | None, config: Mapping[str, Any], 
 
 @dataclass(frozen=True)
 class Request:
-    """Hold the checked content of a message to one client.
+    """Hold the checked content of a message to one client, whose ``header`` the reply repeats.
 
     Attributes:
-        header: the message's header, which the reply repeats.
-        instruction: what to do in the client's round. Its phase is ``Phase.MEASURE`` for an evaluation.
-        transcript: in FedTAN's layer-wise exchange by replay, the server's answers so far.
+        instruction: what to do; its phase is ``Phase.MEASURE`` for an evaluation.
+        transcript: in FedTAN's layer-wise exchange by replay, the server's answers so
+            far.
     """
 
     header: Header
@@ -166,27 +167,25 @@ class Request:
     def kept(self, store: StateStore) -> ClientState:
         """Return the stored state from which the client starts: its newest before this round.
 
-        A client that measures or evaluates may also start from one of this round. ``counted`` says whether
-        the server used the reply of the state's round.
+        To measure or evaluate, it may be of this round. ``counted`` says whether the
+        server used its reply.
         """
         trains = self.instruction.trains
         kept = store.read(before=self.instruction.round + (not trains))
         return replace(kept, counted=int(self.config.get("counted", kept.round)) >= kept.round) if trains else kept
 
     def connect(self, node_config: Mapping[str, Any]) -> Connect | None:
-        """Return the function by which the client joins its round's layer-wise exchange, if there is one."""
+        """Return the function by which the client joins the round's layer-wise exchange, if any."""
         if self.instruction.phase is Phase.EXCHANGE or (not self.instruction.trains and self.config.get("exchange")):
             return partial(connect, node_config, self.config, self.transcript)
         return None
 
 
 def read(message: Message, network: Network, form: Form | None = None, header: Header | None = None) -> Request:
-    """Read a server's message, which must be for the model and method of ``network``.
+    """Read a server's message, which must be for the model and method of ``network``, else ``WireError``.
 
-    ``form`` is that of the message's config; None: to train or to measure, as the header says.
-
-    Raises:
-        WireError: a field or an array is not as expected, or the message is none of fl-bn's.
+    ``form`` is that of the message's config; None: to train or to measure, as the header
+    says.
     """
     if header is None and HEADER.name not in message.content:
         raise WireError("header", "", "expected a message of an fl-bn strategy: use a strategy of fl_bn.flower in server_app.py, like FBN")
@@ -229,13 +228,8 @@ def reply_to(message: Message, header: Header, reply: Reply) -> Message:
 class Participant:
     """Describe one client to the server, and find what it keeps.
 
-    Attributes:
-        client: the client's index, from 0.
-        samples: returns the number of the client's training samples.
-        folder: the folder for files with the client's own tensors; None: Flower's ``state`` has them.
-        node_config: says to which addresses of a layer-wise exchange the client may connect.
-        tells: whether the client sends the BatchNorm layers that it keeps.
-        label_counts: the number of training samples per label; empty: the client does not tell it.
+    ``folder`` is for the client's own tensors; without it, Flower's ``state`` has them.
+    The client ``tells`` the BatchNorm layers that it keeps, if asked.
     """
 
     network: Network
@@ -259,13 +253,13 @@ class Participant:
         }
 
     def store(self, config: Mapping[str, Any]) -> StateStore:
-        """Return the store for this client's own tensors in the run that ``config`` names."""
+        """Return the store for this client's own tensors in the run of ``config``."""
         return store_of(self.state, self.folder, config, self.client, self.network.signature)
 
     def kept_layers(self, config: Mapping[str, Any], round: int) -> dict[str, Tensor]:
         """Return the scales, shifts and statistics that this client keeps after ``round``, by name.
 
-        The network's tensors stand in for those not kept yet. A client that does not send them raises
+        Those not kept yet are the network's. A client that does not send them raises
         ``PermissionError``.
         """
         if not self.tells:
@@ -290,7 +284,7 @@ def _kept(build: Build, message: Message, context: Context) -> Message:
 
 
 def _rendezvous(build: Build, message: Message, context: Context) -> Message:
-    """Join the layer-wise exchange, and leave it, to test whether a cohort's clients can all run at once."""
+    """Join and leave the layer-wise exchange, to test whether a cohort can run at once."""
     connect(build(context).node_config, TO_MEET.of(message.content), [], 1).close()
     return Message(RecordDict(), reply_to=message)
 
@@ -299,7 +293,7 @@ QUERIES: dict[str, Answer] = {"query.hello": _hello, f"query.{KEPT}": _kept, "qu
 
 
 def register(app: ClientApp, build: Build, answers: Mapping[str, Answer], mods: Sequence[Any] = ()) -> None:
-    """Register functions that answer messages, by Flower's message type, with ``mods`` around each."""
+    """Register answers by Flower's message type, with ``mods`` around each."""
     for kind, answer in answers.items():
         category, _, action = kind.partition(".")
         handler = partial(_in_time, answer, build) if deployed() else partial(answer, build)
@@ -309,8 +303,8 @@ def register(app: ClientApp, build: Build, answers: Mapping[str, Answer], mods: 
 def _in_time(answer: Answer, build: Build, message: Message, context: Context) -> Message:
     """Answer a message in a deployment within its time to live.
 
-    There, each message is answered in a process of its own. Without the limit, a client whose process
-    hangs, for example on a dead network drive, could join no later round. At the limit, the process
+    There, each message has a process of its own. A client whose process hangs, for
+    example on a dead network drive, could join no later round. At the limit, the process
     prints its traceback to stderr and ends.
     """
     faulthandler.dump_traceback_later(message.metadata.ttl, exit=True)

@@ -1,8 +1,8 @@
 """Run Flower on one machine: a ``Grid`` that calls the ClientApp directly, and ``run_in_process``.
 
-ServerApp and ClientApp are the same as under ``flwr run``, but without sockets and Ray: for tests,
-sweeps, notebooks and a single GPU. Clients run one after the other (in FedTAN, they take turns), or in
-several worker processes. On the CPU, the results are those of a simulation on Ray, bit for bit.
+Apps are the same as under ``flwr run``, but without sockets and Ray. Clients run one
+after the other (in FedTAN, they take turns), or in worker processes. On the CPU, the
+results are those of a simulation on Ray, bit for bit.
 """
 
 from __future__ import annotations
@@ -49,9 +49,12 @@ class InProcessGrid(Grid):
     Args:
         app: the ClientApp, or its import path ``module:name``.
         clients: the number of nodes, 1 or more.
-        run_config: its ``engine`` says whether a cohort's clients are computed together (vmap).
-        workers: the processes that answer messages. None: this one, until ``timing`` starts others.
-        timing: decides before each round whether worker processes would save time in the rest of the run.
+        run_config: its ``engine`` says whether a cohort's clients are computed together
+            (vmap).
+        workers: the processes that answer messages. None: this one, until ``timing``
+            starts others.
+        timing: decides before each round whether workers would save time in the rest of
+            the run.
     """
 
     def __init__(
@@ -118,10 +121,10 @@ class InProcessGrid(Grid):
         return [self._answers.pop(identity) for identity in list(message_ids) if identity in self._answers]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
-        """Yield the replies in the order of ``messages``. Each is computed when the caller asks for it.
+        """Yield the replies in the order of ``messages``, each computed when the caller asks for it.
 
-        So the caller can free one reply before the next is computed. Clients that are computed together, or
-        exchange vectors with each other, reply together. ``timeout`` has no effect.
+        So the caller can free a reply before the next one. Clients that are computed
+        together, or exchange vectors, reply together. ``timeout`` has no effect.
         """
         messages = list(messages)
         exchanging = any(_exchange_token(message) for message in messages)
@@ -135,7 +138,6 @@ class InProcessGrid(Grid):
             yield from self.pull_messages(self.push_messages(messages[begin : begin + size]))
 
     def _start_workers(self, messages: list[Message]) -> None:
-        """Start worker processes if they would save time from this round to the end of the run."""
         if self._workers is None and self._timing is not None:
             rounds = [_round(message) for message in messages if _trains(message)]
             if rounds and self._timing.worth_it(rounds[0]):
@@ -202,19 +204,19 @@ def run_in_process(
     """Run the ServerApp and ClientApp in this process, and restore torch's number of threads.
 
     Args:
-        config: the run config (the keys of ``[tool.flwr.app.config]``). Its ``clients`` is the number
-            of nodes. Its ``workers`` is the number of processes that compute clients. 1, the default:
-            only this process. 0: one process per core (per ``threads`` cores, if set), started once
-            this saves time in the remaining rounds. 0 starts none for a GPU, with
-            ``engine='vectorised'``, or if ``client_app`` is no import path.
+        config: the run config (``[tool.flwr.app.config]``). Its ``clients`` is the number
+            of nodes. Its ``workers`` is the number of processes that compute clients. 1,
+            the default: only this process. 0: one per core (per ``threads`` cores, if
+            set), started once this saves time in the remaining rounds, but none for a
+            GPU, with ``engine='vectorised'``, or if ``client_app`` is no import path.
         server_app: the ServerApp, or its import path ``module:name``.
         client_app: the ClientApp, or its import path ``module:name``.
         workers: worker processes that were started before. They end with the run.
 
     Returns:
-        The run directory, a ``Path``, if the ServerApp names it in the record ``result`` of its
-        context. For an app of Flower's older API (``legacy_server_app``): its ``History``, with the
-        final arrays as ``parameters``. Else None.
+        The run directory, a ``Path``, if the ServerApp names it in the record ``result``
+        of its context. For an app of Flower's older API (``legacy_server_app``): its
+        ``History``, with the final arrays as ``parameters``. Else None.
 
     Raises:
         Exception: whatever the ServerApp raises.
@@ -244,7 +246,7 @@ def run_in_process(
 def _answer_of(app: ClientApp | str, message: Message, context: Context) -> Message:
     """Return the client's reply, or an error reply with the state as the client left it.
 
-    A SuperNode keeps this state, too. In Flower's simulation on Ray, it is lost.
+    A SuperNode keeps this state, too; Flower's simulation on Ray loses it.
     """
     shared = context.run_config
     context.run_config = dict(shared)  # a client that changes it changes its own
@@ -275,13 +277,13 @@ def _round(message: Message) -> int:
 
 
 def _exchange_token(message: Message) -> str:
-    """Return the token by which a client joins the local layer-wise exchange; empty if there is none."""
+    """Return the token of the message's local layer-wise exchange, if any."""
     config = config_of(message.content)
     return str(config.get("exchange-token", "")) if config.get("exchange") == "local" else ""
 
 
 def _loaded(app: App | str) -> App:
-    """Return ``app``, or the object at its import path, also in the working directory as ``flwr run``."""
+    """Return ``app``, or the object at its import path."""
     if not isinstance(app, str):
         return app
     module, _, name = app.partition(":")

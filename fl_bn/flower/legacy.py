@@ -1,9 +1,4 @@
-"""Adapt apps of Flower's older API, a ``NumPyClient`` and a ``server_fn``, to fl-bn's rounds.
-
-In client_app.py, ``app = ClientApp(client_fn)`` becomes ``app = legacy_client_app(client_fn,
-fixbn())``. In server_app.py, ``app = ServerApp(server_fn=server_fn)`` becomes ``app =
-legacy_server_app(server_fn, Net, fixbn())``.
-"""
+"""Adapt apps of Flower's older API, a ``NumPyClient`` and a ``server_fn``, to fl-bn's rounds."""
 
 from __future__ import annotations
 
@@ -37,7 +32,7 @@ from fl_bn.methods import Method
 from fl_bn.task import CLASSIFICATION, Task
 
 SCALARS = "scalars"
-"""The record with all metrics that a legacy client returned, also text, which a MetricRecord cannot hold."""
+"""The record with all metrics of a legacy client, also text, which a MetricRecord cannot hold."""
 GIVEN = {  # argument of OwnAppStrategy -> the attribute of the older FedAvg that gives its value
     "fraction_train": "fraction_fit",
     "fraction_evaluate": "fraction_evaluate",
@@ -65,18 +60,21 @@ def legacy_client_app(
 ) -> ClientApp:
     """Return the ClientApp of a legacy ``client_fn``, whose clients train and evaluate by ``method``.
 
-    The clients' class needs no change. In every round, the client's network is replaced by the network
-    of the round. ``fit`` gets its arrays, and the arrays that ``fit`` returns are used. So make in
-    ``fit`` and ``evaluate`` whatever holds the network: the optimizer, or a trainer.
+    In client_app.py, ``app = ClientApp(client_fn)`` becomes ``app =
+    legacy_client_app(client_fn, fixbn())``. The clients' class needs no change. In every
+    round, ``fit`` gets a new network's arrays, and the arrays that it returns are used.
+    So make in ``fit`` and ``evaluate`` whatever holds the network, such as the optimizer.
 
     Args:
-        client_fn: makes a ``NumPyClient``, with or without ``.to_client()``, from Flower's context or,
-            in the oldest form, ``client_fn(cid: str)``, from the client's number.
+        client_fn: makes a ``NumPyClient``, with or without ``.to_client()``, from
+            Flower's context or, in the oldest form, ``client_fn(cid: str)``, from the
+            client's number.
         method: the method, the same as the server's.
-        net: the name of the client's attribute that holds its network.
-        trainloader: the name of the client's attribute that holds its training batches.
+        net: the client's attribute that holds its network.
+        trainloader: the client's attribute that holds its training batches.
         task: splits a batch into inputs and targets, if the method measures the batches.
-        tells: whether the client sends the BatchNorm layers that it keeps, as in ``answer``.
+        tells: whether the client sends the BatchNorm layers that it keeps, as in
+            ``answer``.
         mods: Flower's mods for the app.
     """
     app = ClientApp(mods=[*mods])
@@ -95,7 +93,7 @@ def legacy_client_app(
 
 
 def _fit(client_of: ClientOf, net: str, trainloader: str, method: Method, task: Task, message: Message, context: Context) -> Message:
-    """Answer a train message: ``run_simulation`` would pickle an inner function with all it uses."""
+    """Answer a train message."""
     client = client_of(context)
     with training(message, context, getattr(client, net), method, getattr(client, trainloader), task=task) as round:
         setattr(client, net, round.model)
@@ -119,7 +117,7 @@ def _evaluate(client_of: ClientOf, net: str, method: Method, message: Message, c
 
 
 def _arrays(model: nn.Module) -> list[np.ndarray]:
-    """Return copies of the network's arrays: training ``model`` does not change them."""
+    """Return copies of the network's arrays, which training ``model`` does not change."""
     return [tensor.detach().cpu().numpy().copy() for tensor in model.state_dict().values()]
 
 
@@ -139,20 +137,22 @@ def legacy_server_app(
 ) -> ServerApp:
     """Return a ServerApp that runs the strategy of a legacy ``server_fn`` in rounds of ``method``.
 
-    ``server_fn`` needs no change. Its strategy is Flower's older ``FedAvg``, or a class derived from
-    it. Its fractions, numbers of clients, ``initial_parameters``, ``on_fit_config_fn``,
-    ``on_evaluate_config_fn``, ``evaluate_fn`` and metric functions are all used. A class of the user's
-    own may override ``evaluate``, ``aggregate_fit`` and ``aggregate_evaluate``. In the last two,
-    ``super()`` returns what fl-bn computed from the replies. A ``Server`` of the user's own may
-    override ``fit``: ``super().fit(...)`` runs the rounds, and returns Flower's ``History``, which
-    ``run_in_process`` returns in turn, with all final arrays of the network as ``parameters``.
+    In server_app.py, ``app = ServerApp(server_fn=server_fn)`` becomes ``app =
+    legacy_server_app(server_fn, Net, fixbn())``. The strategy is Flower's older
+    ``FedAvg``, or a class derived from it. Its fractions, numbers of clients,
+    ``initial_parameters``, ``on_fit_config_fn``, ``on_evaluate_config_fn``,
+    ``evaluate_fn`` and metric functions are used. Your class may override ``evaluate``,
+    ``aggregate_fit`` and ``aggregate_evaluate``. In the last two, ``super()`` returns
+    what fl-bn computed from the replies. Your ``Server`` may override ``fit``:
+    ``super().fit(...)`` runs the rounds, and returns Flower's ``History``, with all final
+    arrays of the network as ``parameters``, which ``run_in_process`` returns, too.
 
     Args:
         server_fn: returns Flower's ``ServerAppComponents``.
         model: makes the network, unconverted.
         method: the method, the same as the clients'.
-        options: further keyword arguments of ``OwnAppStrategy`` that the older ``FedAvg`` does not
-            have, such as ``callbacks``.
+        options: arguments of ``OwnAppStrategy`` that the older ``FedAvg`` does not have,
+            such as ``callbacks``.
     """
     app = ServerApp()
 
@@ -185,7 +185,7 @@ def legacy_server_app(
 
 
 def check_class(thing: object, base: type, called: Collection[str]) -> None:
-    """Raise ``ValueError`` if ``thing`` is not of ``base``, or overrides what the rounds do not call."""
+    """Raise ``ValueError`` if ``thing`` is not of ``base``, or overrides what is not called."""
     kind = type(thing)
     own = kind.__mro__[: kind.__mro__.index(base)] if isinstance(thing, base) else (kind,)
     named = {name for one in own for name in vars(one) if not name.startswith("_") and hasattr(base, name)} - {*called}
@@ -195,16 +195,13 @@ def check_class(thing: object, base: type, called: Collection[str]) -> None:
 
 
 def put_between(thing: Any, base: type, **methods: Callable[..., Any]) -> None:
-    """Put ``methods`` between the class of ``thing`` and Flower's ``base``, for ``super()`` in overrides."""
+    """Put ``methods`` between the class of ``thing`` and Flower's ``base``, for ``super()``."""
     between, kind = type(base.__name__, (base,), methods), type(thing)
     thing.__class__ = between if kind is base else type(kind.__name__, (kind, between), {})
 
 
 class LegacyRounds(OwnAppStrategy):
-    """Run fl-bn's rounds with an older strategy's functions, and write Flower's ``History``.
-
-    The aggregating hooks of ``older`` return fl-bn's results, also by ``super()``.
-    """
+    """Run fl-bn's rounds with an older strategy's functions, and write Flower's ``History``."""
 
     def __init__(self, older: FedAvg, model: nn.Module, method: Method, **options: Any) -> None:
         super().__init__(model, method, **{name: getattr(older, attribute) for name, attribute in GIVEN.items()}, **options)
@@ -215,7 +212,7 @@ class LegacyRounds(OwnAppStrategy):
         put_between(older, FedAvg, aggregate_fit=found, aggregate_evaluate=found)
 
     def initial(self, manager: Any) -> ArrayRecord | None:
-        """Return the arrays of the strategy's ``initial_parameters`` by name, if it has any."""
+        """Return the strategy's ``initial_parameters`` by name, if it has any."""
         parameters = self.older.initialize_parameters(manager)
         return None if parameters is None else self._named(parameters)
 
@@ -224,7 +221,7 @@ class LegacyRounds(OwnAppStrategy):
         return ArrayRecord({name: torch.from_numpy(np.array(array)) for name, array in pairs})
 
     def whole(self, arrays: ArrayRecord) -> list[np.ndarray]:
-        """Return the arrays in the order of the state_dict. Tensors kept at clients are initial ones."""
+        """Return the arrays in state_dict order. Tensors kept at clients are initial ones."""
         given = arrays.to_torch_state_dict()
         return [given.get(name, tensor).detach().cpu().numpy() for name, tensor in self._model.state_dict().items()]
 
@@ -238,7 +235,7 @@ class LegacyRounds(OwnAppStrategy):
         return MetricRecord({"loss": float(loss), **{name: float(v) for name, v in metrics.items() if isinstance(v, int | float)}})
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """Make the train messages, with the config that ``on_fit_config_fn`` returns for this round."""
+        """Make the train messages, with the config that ``on_fit_config_fn`` returns."""
         return super().configure_train(server_round, arrays, self._config("fit", server_round, config), grid)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
@@ -248,8 +245,8 @@ class LegacyRounds(OwnAppStrategy):
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Combine the replies, and call ``aggregate_fit``, which may replace the arrays.
 
-        ``fit_metrics_aggregation_fn`` combines the metrics. If ``aggregate_fit`` returns no arrays, the
-        round has failed.
+        ``fit_metrics_aggregation_fn`` combines the metrics. The round fails if
+        ``aggregate_fit`` returns no arrays.
         """
         replies = list(replies)
         arrays, metrics = super().aggregate_train(server_round, replies)
@@ -265,7 +262,7 @@ class LegacyRounds(OwnAppStrategy):
         return (arrays if parameters is given else self._named(parameters)), metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Combine the clients' losses, and store the results of ``aggregate_evaluate`` in the history."""
+        """Combine the clients' losses, and store the results of ``aggregate_evaluate``."""
         replies = list(replies)
         metrics = super().aggregate_evaluate(server_round, replies)
         told = _told(replies, self.transport.evaluations.clients, self.transport.record.client_evaluation) if metrics is not None else []
@@ -279,13 +276,12 @@ class LegacyRounds(OwnAppStrategy):
         return metrics
 
     def _config(self, name: str, server_round: int, config: ConfigRecord) -> ConfigRecord:
-        """Replace ``config`` by what the older strategy's function gives for the round, and return it."""
+        """Return ``config``, replaced by what the older strategy's function gives."""
         config.clear()
         config.update({} if (config_fn := getattr(self.older, f"on_{name}_config_fn")) is None else config_fn(server_round))
         return config
 
     def _asked_hook(self, name: str, found: Any, server_round: int, told: list[Any]) -> Any:
-        """Return what the older strategy's hook makes of the results, and of what fl-bn ``found``."""
         combine = getattr(self.older, f"{name}_metrics_aggregation_fn")
         self._found = found, {} if combine is None else combine([(one.num_examples, one.metrics) for _, one in told])
         return getattr(self.older, f"aggregate_{name}")(server_round, told, [])
@@ -294,8 +290,8 @@ class LegacyRounds(OwnAppStrategy):
 def _told(replies: Sequence[Message], clients: Sequence[Client], counted: Collection[int]) -> list[Any]:
     """Return pairs of client and results for the clients in ``counted``, as Flower's hooks get them.
 
-    Results have ``num_examples``, ``metrics`` and ``loss``, but no arrays: a reply holds only the
-    tensors that the method shares. A client that sends no number of samples is left out.
+    A reply holds only the tensors that the method shares, so results have no arrays. A
+    client that sends no number of samples is left out.
     """
     index_of, told = {client.node: client.index for client in clients}, dict[int, Any]()
     for reply in replies:

@@ -1,4 +1,4 @@
-"""Compute one client's part of a round in fl-bn's application, and answer the server's messages."""
+"""Compute a client's part of a round in fl-bn's application, and answer messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from fl_bn.task import CLASSIFICATION, Task
 
 T = TypeVar("T")
 network_of = lru_cache(maxsize=1)(Network)
-"""Share a network, and the copies that it lends, between messages whose clients get the same model."""
+"""Share a network and its lent copies between clients that get the same model."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,14 @@ class Site:
 
     Attributes:
         client: the client's index, from 0, of ``clients``.
-        folder: the folder for the model that the client saves at the end; None: it saves none.
-        label_counts: the number of training samples per label, if the client reports it.
-        state: the folder for tensors that the client keeps between rounds, with a subfolder for each
-            run. None: Flower's ``context.state`` has them, as long as the simulation or the SuperNode
+        folder: the folder in which the client saves its model at the end; None: it saves
+            none.
+        label_counts: the number of training samples per label, if reported.
+        state: the folder for tensors that the client keeps between rounds. None: they are
+            in Flower's ``context.state``, as long as the simulation or the SuperNode
             runs.
-        node_config: says to which addresses of a layer-wise exchange the client may connect.
+        node_config: lists the addresses of layer-wise exchanges to which the client may
+            connect.
     """
 
     client: int
@@ -67,19 +69,19 @@ class Site:
 class BatchNormClient(Participant):
     """Train, measure and evaluate one model as its method says.
 
-    ``make_client_app`` calls ``compute``, ``evaluation`` and ``save``, which take a ``Request``. Override
-    ``compute`` to change the training. All random numbers depend only on ``seed``, the client and the
-    round.
+    ``make_client_app`` calls ``compute``, ``evaluation`` and ``save``. Override
+    ``compute`` to change the training. Random numbers depend only on ``seed``, the client
+    and the round.
 
     Args:
-        model: the converted network with its initial tensors, which never change. Clients of one process
-            may share a ``Network``, and train its copy one after the other.
+        model: the converted network with its initial tensors, which never change. Clients
+            of one process may share a ``Network``.
         method: the run's method.
         settings: the settings of local training.
         site: the client's data and device.
         state: Flower's ``context.state``.
         seed: the run's seed.
-        tells: whether the client sends the layers that it keeps, for the average that unseen clients get.
+        tells: whether the client sends the layers that it keeps, for unseen clients.
         task: the model's task.
     """
 
@@ -101,20 +103,21 @@ class BatchNormClient(Participant):
         self.stores = own_sections  # chooses what the client stores after a round
 
     def introduce(self) -> dict[str, int | str]:
-        """Return the client's introduction, or raise ``ValueError`` if its method and settings do not fit together."""
+        """Return the client's introduction. ``ValueError``: method and settings do not fit."""
         check_composition(self.method, self.settings)
         return super().introduce()
 
     @property
     def model(self) -> nn.Module:
-        """Return the converted network with its initial tensors. Do not change it: rounds train a copy."""
+        """Return the converted network with its initial tensors, which rounds copy."""
         return self.network.original
 
     def compute(self, request: Request, pack: Callable[[Reply], T]) -> T:
         """Train or measure as ``request`` says, and keep the tensors that stay with this client.
 
-        The client's tensors are stored only if ``pack`` makes a message of the reply. The reply has 0
-        samples if the client sits out or, in an exchange by replay, asks for the next answer.
+        They are stored only if ``pack`` makes a message of the reply. The reply has 0
+        samples if the client sits out or, in an exchange by replay, asks for the next
+        answer.
         """
         instruction, store = request.instruction, self.store(request.config)
         kept, joins = request.kept(store), request.connect(self.node_config)
@@ -135,19 +138,19 @@ class BatchNormClient(Participant):
         return packed
 
     def test(self, request: Request) -> dict[str, float]:
-        """Return the loss and other metrics on this client's test data, with the tensors that it keeps."""
+        """Return the metrics on this client's test data, with the tensors that it keeps."""
         with self._own_model(request) as model:
             return evaluate(model, self.site.test, task=self.task).result()
 
     def evaluation(self, request: Request, least: int = 0) -> Reply:
-        """Return the metrics of ``test`` as a reply, without those of fewer than ``least`` samples."""
+        """Return the metrics of ``test`` as a reply; ``least`` as in ``enough``."""
         metrics, samples = self.test(request), len(self.site.test)
         loss = metrics.pop("loss")
         metrics, fewest = enough(metrics, samples, self.task.samples_behind(self.site.test.y), least)
         return Reply(self.site.client, {}, samples, samples, {"loss": loss, "fewest": fewest, **metrics})
 
     def save(self, request: Request) -> None:
-        """Save the model that ``test`` would evaluate, in the request's folder below ``Site.folder``."""
+        """Save the model that ``test`` would evaluate, in a folder below ``Site.folder``."""
         if self.site.folder is None:
             return
         path = self.site.folder / str(request.config["save"]) / "clients" / f"client-{self.site.client}.safetensors"
@@ -163,15 +166,14 @@ class BatchNormClient(Participant):
 
 
 def own_sections(keeps: ClientState, before: ClientState, round: int) -> Sections:
-    """Return the sections of ``keeps`` that a client stores after ``round``, if this round made any."""
+    """Return the sections of ``keeps`` that a client stores after ``round``, if any are new."""
     return dict(keeps.sections) if keeps.round == round else {}
 
 
 def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
-    """Make a ClientApp that answers the server's messages. Its ``Gate`` checks each message and each reply.
+    """Make a ClientApp that answers the server's messages. Its ``Gate`` checks each message and reply.
 
-    It answers train and evaluate messages, and the queries ``statistics``, ``kept``, ``hello``,
-    ``rendezvous`` and ``save``. ``build`` makes the client from Flower's context of a message.
+    ``build`` makes the client from Flower's context of a message.
     """
     app = ClientApp(mods=[Gate()])
     own: dict[str, Answer] = {"train": _work, "query.statistics": _work, "evaluate": _evaluate, SAVE: _save}

@@ -1,10 +1,8 @@
 """Send a client's message again if the Ray actor that answers it dies, in Flower's simulation.
 
-Flower 1.25 returns an actor to its pool after any error, even if its process or node is gone. A dead actor
-fails every message at once, so it gets more messages than the living ones, and the run ends. Here, a dead
-actor leaves the pool, and another one computes the same answer, bit for bit: it depends only on the message
-and on the client's state, which the main process holds. Ray starts a new actor on any node with free
-resources.
+Flower 1.25 returns even dead actors to its pool, where they fail every message at once.
+Here, a dead actor leaves the pool, and another one computes the same answer, bit for bit:
+it depends only on the message and on the client's state, which the main process holds.
 """
 
 from __future__ import annotations
@@ -30,16 +28,16 @@ class NoProcess(Exception):
 
 
 def repair(pool: Any = None) -> None:
-    """Change Flower's ``BasicActorPool`` (another ``pool`` in tests) so that it discards dead actors."""
+    """Change Flower's ``BasicActorPool`` (another ``pool`` in tests) to discard dead actors."""
     kind = find("BasicActorPool") if pool is None else pool
     kind.submit, kind.add_actor_back_to_pool, kind.fetch_result_and_return_actor_to_pool = submit, give_back, fetch
 
 
 def submit(self: Any, ask: Any, job: tuple[Any, Any, str, Any]) -> Any:
-    """Send a ``job`` (app, message, client, context) to an actor once one is free. A pool's method.
+    """Send a ``job`` (app, message, client, context) to a free actor, by Flower's function ``ask``.
 
-    ``ask`` is Flower's function that sends a job to an actor. Return Ray's future of the answer, or
-    raise ``NoProcess`` if no actor was started for ``PATIENCE`` seconds.
+    A pool's method. Return Ray's future of the answer, or raise ``NoProcess`` if no actor
+    was started for ``PATIENCE`` seconds.
     """
     with _free:
         while not _free.wait_for(lambda: bool(self.pool), PATIENCE):
@@ -52,7 +50,7 @@ def submit(self: Any, ask: Any, job: tuple[Any, Any, str, Any]) -> Any:
 
 
 def give_back(self: Any, future: Any) -> None:
-    """Return the actor of ``future`` to the pool, unless it was returned or lost before. A pool's method."""
+    """Return the actor of ``future`` to the pool, unless that is done. A pool's method."""
     with _free:
         if (held := self._future_to_actor.pop(future, None)) is not None:
             self.pool.append(held[0])
@@ -60,11 +58,9 @@ def give_back(self: Any, future: Any) -> None:
 
 
 def fetch(self: Any, future: Any) -> tuple[Any, Any]:
-    """Wait for the reply and the client's new context. If the actor dies, ask another one. A pool's method.
+    """Return the reply and the client's new context. If the actor dies, ask another. A pool's method.
 
-    Raises:
-        Exception: Whatever the ClientApp raises.
-        RayError: ``ATTEMPTS`` actors died while they worked on the job.
+    After ``ATTEMPTS`` dead actors, Ray's error is raised.
     """
     attempt = 1
     while True:
@@ -84,7 +80,7 @@ def fetch(self: Any, future: Any) -> tuple[Any, Any]:
 
 
 def _lose(self: Any, future: Any, error: Exception) -> tuple[Any, Any]:
-    """Log that a client's process was lost, end its actor, ask Ray for another one, and return the job."""
+    """Log the loss of a client's process, replace its actor, and return the job."""
     with _free:
         actor, ask, job = self._future_to_actor.pop(future)
         self.num_actors -= 1

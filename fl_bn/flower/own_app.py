@@ -1,18 +1,4 @@
-"""Put the client's half of a round around your own handlers and training loop, in a Flower app of your own.
-
-In client_app.py::
-
-    app = ClientApp()
-    answer(app, Net, fixbn(), lambda context: load_data(context)[0])
-
-    @app.train()
-    def train(msg, context):
-        with training(msg, context, Net(), fixbn()) as round:
-            loss = my_training_loop(round.model, trainloader)
-        return round.message(len(trainloader.dataset), loss)
-
-In server_app.py the strategy is ``fl_bn.flower.FixBN(Net())`` in place of ``FedAvg()``.
-"""
+"""Put the client's half of a round around your own handlers and training loop, in a Flower app of your own."""
 
 from __future__ import annotations
 
@@ -54,31 +40,30 @@ from fl_bn.task import CLASSIFICATION, Task, batch_size
 
 P = TypeVar("P", bound=Participant)
 Batches = Callable[[Context], Iterable[Any]]
-"""Returns the training batches of the client with this Flower context: a DataLoader, for example."""
+"""Returns a client's training batches, such as a DataLoader."""
 Models = Callable[[Context], nn.Module]
-"""Returns the unconverted network of the client with this Flower context."""
+"""Returns a client's unconverted network."""
 
 
 class OwnRound:
     """Compute one round at one client. ``training`` yields this object.
 
-    Your loop trains its ``model``. After the ``with`` block, its method ``message`` makes the reply.
+    Your loop trains its ``model``. After the ``with`` block, ``message`` makes the reply.
 
     Attributes:
-        model: the network to train, in training mode, converted for the method. Its tensors come from
-            the server or, if they stay at this client, from this client's last round.
+        model: the network to train, in training mode, converted for the method. Its
+            tensors come from the server or, if they stay at this client, from its last
+            round.
         number: the number of the round, from 1.
-        learning_rate: the round's learning rate: the strategy's ``rate``, or the one that
-            ``train_config`` names.
-        rate_share: the factor, in (0, 1], for your learning rate in this round, below 1 where the
-            statistics are frozen. A rate that your loop reads from ``lr``, ``learning_rate`` or
-            ``learning-rate`` of the message's config includes it already. Multiply any other rate by
-            it.
+        learning_rate: the strategy's ``rate``, or the one that ``train_config`` names.
+        rate_share: the factor, in (0, 1], for your learning rate in this round, below 1
+            where the statistics are frozen. The message's ``lr``, ``learning_rate`` and
+            ``learning-rate`` include it already. Multiply any other rate by it.
         batch: sets the number of samples of the first batch: ``round.batch(32)``.
-        step_done: records that a step was made without a torch optimiser: ``round.step_done()``.
-        backward: computes the gradients of an objective, in place of ``loss.backward()``, and returns the
-            loss alone: ``round.backward(lambda: loss_of(x), x)``. A third argument calls a network on
-            inputs, as ``Task.forward`` does.
+        step_done: records a step without a torch optimiser: ``round.step_done()``.
+        backward: computes the gradients of an objective, and returns the loss alone:
+            ``round.backward(lambda: loss_of(x), x)`` replaces ``loss.backward()``. A
+            third argument calls a network on inputs, as ``Task.forward`` does.
         instruction: the server's instruction.
         local: the client's half of the round without Flower.
     """
@@ -101,16 +86,16 @@ class OwnRound:
     ) -> Message:
         """Return the reply to the server's message, and store the tensors that stay at this client.
 
-        The reply's record ``metrics`` is yours, as in Flower's examples: it has ``num-examples``,
-        ``loss`` and your own metrics. You may add to it, or add records whose names do not begin with
+        The reply's record ``metrics`` is yours. It has ``num-examples``, ``loss`` and
+        your own metrics. You may add to it, or add records whose names do not begin with
         ``fl-bn/``.
 
         Args:
-            samples: the number of different samples that the round trained on, the client's weight in
-                the average of the model. 0: the client takes no part in this round.
+            samples: the number of different samples that the round trained on: the
+                client's weight in the average of the model. 0: the client takes no part.
             loss: the mean training loss. Default: ``metrics["loss"]``, if any.
-            metrics: your own training metrics by name, such as ``{"train_acc": 0.9}``. The strategy
-                combines them.
+            metrics: your own training metrics by name, which the strategy combines:
+                ``{"train_acc": 0.9}``.
         """
         own: Any = numbers(metrics)
         loss = own.get("loss") if loss is None and is_number(own.get("loss")) else loss
@@ -128,14 +113,14 @@ class OwnRound:
         return answer
 
     def store(self) -> None:
-        """Store the tensors that stay at this client, once the block of ``training`` has succeeded."""
+        """Store the tensors that stay at this client, once the block of ``training`` succeeds."""
         self._open = False
         if self._kept.sections:
             self._store.write(self._kept.round, self._kept.sections)
 
 
 def numbers(metrics: Mapping[str, Any]) -> MetricRecord:
-    """Return a user's metrics as Flower sends them, or raise ``ValueError`` if they are no numbers."""
+    """Return a user's metrics as Flower's. ``ValueError``: they are no numbers."""
     record = MetricRecord()
     for name, value in metrics.items():
         one = value.item() if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1) else value
@@ -147,7 +132,7 @@ def numbers(metrics: Mapping[str, Any]) -> MetricRecord:
 
 
 class RoundGoesOn(Exception):
-    """Report that the round needs one more answer, for which ``question`` asks, in an exchange by replay."""
+    """Report that an exchange by replay needs one more answer, for which ``question`` asks."""
 
     def __init__(self, question: Message) -> None:
         self.question = question
@@ -157,9 +142,10 @@ class RoundGoesOn(Exception):
 def replayed(message: Message, context: Context, handler: Callable[[Message, Context], Message]) -> Message:
     """Let ``handler`` use several messages for one round: ``@app.train(mods=[replayed])``.
 
-    If the round needs an answer of the server first, this Flower mod replies with the client's
-    question. FedTAN needs it if the clients of a cohort cannot all run at the same time (carrier
-    ``replay`` of ``ExchangeSettings``). ``handler`` is your train handler, which uses ``training``.
+    If the round needs an answer of the server first, this Flower mod replies with the
+    client's question. FedTAN needs it if a cohort's clients cannot all run at the same
+    time (carrier ``replay`` of ``ExchangeSettings``). ``handler`` is your train handler,
+    which uses ``training``.
     """
     try:
         return handler(message, context)
@@ -169,7 +155,7 @@ def replayed(message: Message, context: Context, handler: Callable[[Message, Con
 
 @contextmanager
 def _repeatable(seed: int, model: nn.Module, everything: bool) -> Iterator[None]:
-    """Seed torch, with ``everything`` Python and NumPy, so that a repeated round draws the same."""
+    """Seed torch, with ``everything`` Python and NumPy, for the draws of a repeated round."""
     before = generators()
     with torch_seed(seed, inputs_like(model).device):
         if everything:
@@ -195,29 +181,31 @@ def training(
 ) -> Iterator[OwnRound]:
     """Run the client's half of a round around your own training loop, inside a train handler.
 
-    In FedTAN's rounds, torch's generator is seeded from run, client and round, since a round may be
-    computed more than once; with the carrier ``replay``, NumPy's and Python's are, too. The client's
-    tensors stay in ``context.state`` between rounds, or below ``state-dir`` of the node config.
+    FedTAN may compute a round more than once, so torch's generator is seeded from run,
+    client and round; with the carrier ``replay``, NumPy's and Python's are, too. The
+    client's tensors stay in ``context.state`` between rounds, or below ``state-dir`` of
+    the node config.
 
     Args:
         message: the server's message.
         context: Flower's context of the client.
         model: your network, unconverted.
         method: the method, the same as the server's.
-        batches: the training batches. HBN (unless ``separate=False``) and FBN with ``report="pass"``
-            measure them before training. Other methods do not use them.
+        batches: the training batches. HBN (unless ``separate=False``) and FBN with
+            ``report="pass"`` measure them before training. Other methods do not use them.
         task: splits a batch into inputs and targets for that measurement.
-        objective: ``PLAIN``, or FedProx, SCAFFOLD or FedSAM. With one of these three, call
-            ``round.backward(lambda: loss_of(x), x)`` in place of ``loss.backward()``.
+        objective: ``PLAIN``, or FedProx, SCAFFOLD or FedSAM. With one of these three,
+            call ``round.backward(lambda: loss_of(x), x)`` in place of
+            ``loss.backward()``.
 
     Yields:
         The round: train its ``model``, then return its ``message(samples, loss)``.
 
     Raises:
-        ValueError: the server's message is for another model or method, or this site's settings forbid
-            an answer (``Refused``). Or the method needs ``batches``, and they are missing or can be
-            iterated over only once.
-        RoundGoesOn: the round needs one more answer from the server. The mod ``replayed`` handles this.
+        ValueError: the message is for another model or method, this site forbids an
+            answer (``Refused``), or ``batches`` that the method needs are missing or
+            iterable only once.
+        RoundGoesOn: the round needs one more answer from the server, see ``replayed``.
     """
     admit_own(message, context, evaluates=False)
     client = _client(context, model, method, Participant)
@@ -248,8 +236,9 @@ def training(
 def evaluating(message: Message, context: Context, model: nn.Module, method: Method) -> nn.Module:
     """Return the network to test in an evaluate handler of your own, in evaluation mode.
 
-    Its tensors come from the server or, if they stay at this client, from this client's last round. If the
-    message is for another model or method, or this site forbids an answer, ``ValueError`` is raised.
+    Its tensors come from the server or, if they stay at this client, from its last round.
+    ``ValueError`` is raised for a message of another model or method, or if this site
+    forbids an answer.
     """
     admit_own(message, context, evaluates=True)
     client = _client(context, model, method, Participant)
@@ -268,8 +257,9 @@ def answer(
 ) -> None:
     """Register handlers with ``app`` for the server's queries, such as who the client is.
 
-    Your own handlers still answer train and evaluate messages. A ``Gate`` checks the messages and replies
-    of these handlers, and of all if you make the app as ``ClientApp(mods=[Gate()])``.
+    Your own handlers answer train and evaluate messages. A ``Gate`` checks messages and
+    replies of these handlers, and of all if you make the app as
+    ``ClientApp(mods=[Gate()])``.
 
     Args:
         app: your ClientApp.
@@ -277,8 +267,9 @@ def answer(
         method: the method, the same as the server's.
         batches: returns the training batches of the client with a given context.
         task: splits a batch into inputs and targets.
-        tells: whether the client sends the BatchNorm layers that it keeps (FedBN, SiloBN), which
-            summarise its data, for the average that the server's ``evaluate_fn`` gets.
+        tells: whether the client sends the BatchNorm layers that it keeps (FedBN,
+            SiloBN), which summarise its data, for the average that the server's
+            ``evaluate_fn`` gets.
     """
     answers(app, lambda context: model(), method, batches, task=task, tells=tells)
 
@@ -326,7 +317,7 @@ MOST_BATCHES = 1_000_000
 def samples_in(loader: Iterable[Any], task: Task) -> int:
     """Return the number of samples that a client may train on or measure in a pass over its loader.
 
-    A user's collate function may make several samples of one, so in its case a first batch is made. A
+    A user's collate function may make several samples of one, so a first batch is made. A
     loader of single samples, or a single batch, raises ``ValueError``.
     """
     check_not_one_batch("batches(context)", loader, task)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from fl_bn.flower.grid_transport import GridTransport
 
 RATES = ("lr", "learning_rate", "learning-rate")
-"""The names by which a ``train_config`` may give the clients' learning rate, as in Flower's examples."""
+"""The names for the learning rate in a ``train_config``, as in Flower's examples."""
 Combine = Callable[[list[RecordDict], str], MetricRecord]
-"""Flower's form of a function that combines metrics: ``combine(records, weighted_by_key)``."""
+"""Flower's function that combines metrics: ``combine(records, weighted_by_key)``."""
 ByClient = dict[int, dict[str, float]]
 Records = Mapping[str, MetricRecord]
 EXAMPLES = "num-examples"
@@ -47,7 +47,7 @@ def as_number(value: Any) -> float | None:
 
 
 def with_share(config: Mapping[str, Any], share: float) -> dict[str, Any]:
-    """Return a config of the user's with each learning rate multiplied by ``share``."""
+    """Return a user's config with each learning rate multiplied by ``share``."""
     values = dict(config)
     for name in RATES:
         if share != 1 and (rate := as_number(values.get(name))) is not None:
@@ -56,19 +56,19 @@ def with_share(config: Mapping[str, Any], share: float) -> dict[str, Any]:
 
 
 class NamedRates:
-    """Map rounds to the learning rates that train configs name, else to that of the last such round."""
+    """Map rounds to the learning rates that train configs name."""
 
     def __init__(self) -> None:
         self._rates: dict[int, float] = {}
 
     def note(self, round: int, config: Mapping[str, Any]) -> bool:
-        """Store the rate that the train config of ``round`` names, if any. Return whether it changes."""
+        """Store the rate that a train config names, if any. Return whether it changes."""
         before, rates = self(round, round), [rate for name in RATES if (rate := as_number(config.get(name))) is not None]
         self._rates |= {round: rates[0]} if rates else {}
         return self(round, round) != before
 
     def __call__(self, round: int, rounds: int) -> float:
-        """Return the rate of the last round up to ``round`` that has one; else of the first later one."""
+        """Return the rate of the last round up to ``round``, else of the first later one."""
         if not self._rates:
             return constant_rate(round, rounds)
         return self._rates[max((number for number in self._rates if number <= round), default=min(self._rates))]
@@ -78,14 +78,9 @@ class NamedRates:
 class OwnMetrics:
     """Combine the clients' own metrics by the user's functions, or by means over those that send one.
 
-    Against Byzantine clients, it is the median. A client is left out, and the log names it, if its weight
-    is missing, a number is not finite, or a name cannot be printed. Lists are not averaged.
-
-    Attributes:
-        key: the name of the metric that is a client's weight in the means.
-        train_fn: combines training metrics, as Flower's ``train_metrics_aggr_fn``.
-        evaluate_fn: combines evaluations, as Flower's ``evaluate_metrics_aggr_fn``.
-        alike: whether there is a defence against Byzantine clients, so that all count alike.
+    Where ``alike`` is true, against Byzantine clients, it is the median. A client is left
+    out, and logged, if its weight ``key`` is missing, a number is not finite, or a name
+    cannot be printed. Lists are not averaged.
     """
 
     key: str = EXAMPLES
@@ -98,7 +93,8 @@ class OwnMetrics:
     ) -> tuple[MetricRecord | None, ByClient]:
         """Combine the metric records of each client. Return the result, if any, and each client's metrics.
 
-        In training, ``samples`` is the weight of a client that sends none. None: an evaluation.
+        In training, ``samples`` is the weight of a client that sends none. None: an
+        evaluation.
         """
         which, combine = ("evaluate", self.evaluate_fn) if samples is None else ("train", self.train_fn)
         numbers, weights, refused, lists = ByClient(), dict[int, float](), dict[int, str](), set[str]()
@@ -129,11 +125,7 @@ class OwnMetrics:
         return (MetricRecord({**means}) if means else None), numbers
 
     def _read(self, records: Records, default: float | None, weighs: bool) -> tuple[dict[str, Any], float]:
-        """Check one client's metric records, and return its metrics and its weight.
-
-        ``default`` is the weight of a client that sends none; None: it must send one, if that matters
-        (``weighs``).
-        """
+        """Return one client's metrics and its weight, which without a ``default`` it must send."""
         metrics: dict[str, Any] = {}
         for record in records.values():
             metrics |= record
@@ -150,13 +142,13 @@ class OwnMetrics:
 
 
 def numbers_of(metrics: MetricRecord | None) -> dict[str, float]:
-    """Return the metrics of a record that are single numbers, not lists, by name."""
+    """Return a record's metrics that are single numbers, not lists."""
     return {name: float(value) for name, value in (metrics or {}).items() if isinstance(value, int | float)}
 
 
 @dataclass(frozen=True)
 class OwnApp:
-    """Describe what a Flower app of the user's own has beside fl-bn's application."""
+    """Describe what a user's own app has beside fl-bn's application."""
 
     metrics: OwnMetrics
     population: Population

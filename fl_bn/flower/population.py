@@ -1,4 +1,4 @@
-"""Keep track of a run's clients: which nodes serve them, each round's cohort, and what they keep."""
+"""Keep track of a run's clients: their nodes, each cohort, and what they keep."""
 
 from __future__ import annotations
 
@@ -62,24 +62,24 @@ def round_half_up(x: float) -> int:
 class Population:
     """Track all clients of a run, by index. Flower's node ids are random, so only an index is reproducible.
 
-    Each node says itself which index its client has. If the operator lists the node of each client
-    (``called.nodes``), an index belongs to the listed node only. Otherwise the first node that served
-    an index keeps it, but while it is offline, another one may serve the index. If several nodes claim
-    an index that no node has served yet, none of them gets it.
+    Each node says which index its client has. If the operator lists the clients' nodes
+    (``called.nodes``), an index belongs to the listed node only. Otherwise the first node
+    that served an index keeps it; while it is offline, another one may serve the index.
+    An index that several new nodes claim is given to none.
 
     Args:
         policy: whom the run waits for, and how long.
-        signature: the signature of the server's model and method. Clients must have the same.
+        signature: the signature of model and method, the same at all clients.
         called: the names of clients and nodes.
-        number: the number of clients. 0: the most frequent ``num-partitions`` of the nodes.
-        least: in an app of one's own, the smallest number of nodes that may take part: nodes that cannot,
-            or that do not come for ``policy.wait`` seconds, are left out. 0: all clients are needed, or
-            ``policy.at_start``, and a node that cannot take part ends the run.
+        number: the number of clients. 0: the most frequent ``num-partitions`` of the
+            nodes, once known.
+        least: in a user's own app, the smallest number of nodes; others may be unfit, or
+            not come for ``policy.wait`` seconds. 0: all clients are needed, or
+            ``policy.at_start``, and an unfit node ends the run.
 
     Attributes:
-        clients: the clients that have introduced themselves, by index.
-        number: the number of clients; 0 as long as it is not known.
-        absent: why each client that ``policy.min_sites`` lets the run do without is missing.
+        absent: why each client is missing without which ``policy.min_sites`` lets the run
+            start.
     """
 
     def __init__(self, grid: Grid, policy: ServerPolicy, signature: str, called: ClientNames, number: int, least: int = 0) -> None:
@@ -94,7 +94,7 @@ class Population:
     def gather(self) -> int:
         """Wait for all clients that may take part in the next round, or for enough. Return their number.
 
-        If too few come in time, or may take part, ``RunFailed`` is raised.
+        If too few come in time, ``RunFailed`` is raised.
         """
         begin = enough = time.monotonic()
         complete, logged = self.least > 0 and isinstance(self.grid, InProcessGrid), -1  # complete: no further node will ever come
@@ -119,17 +119,17 @@ class Population:
         return self.number
 
     def _may_do_without(self) -> bool:
-        """Return whether enough others may still come if a node cannot take part. Each node is asked only once."""
+        """Return whether enough others may still come. Each node is asked only once."""
         sites = self.called.nodes
         return self.least > 0 and (not sites or len({*sites, *self._claims} - self._refused.keys()) >= self.least)
 
     def _agreed(self) -> int:
-        """Return the number of clients, if it is known or has more votes than any other; else 0."""
+        """Return the number of clients that is known or has most votes, else 0."""
         (number, count), (_, second) = [*Counter(client.clients for client in self._claims.values()).most_common(2), (0, 0), (0, 0)][:2]
         return self.number or (number if count > second else 0)
 
     def _here_and_needed(self) -> tuple[int, int]:
-        """Return how many clients are here, and with how many the run starts; 0 if that is not known."""
+        """Return how many clients are here, and with how many the run starts (0: unknown)."""
         if not self.least:
             return len(self.everyone()), self.policy.at_start or self.policy.clients - len(self.absent)
         usable, number = len(self._claims), self._agreed()
@@ -166,7 +166,7 @@ class Population:
             log(logging.INFO, "starting with %d clients; %s may join later", len(self._joined), self.called.clients(later))
 
     def wait_for(self, least: int, round: int) -> None:
-        """Wait up to ``policy.wait`` seconds for ``least`` clients before ``round``, and log which join."""
+        """Wait up to ``policy.wait`` seconds for ``least`` clients, and log which join."""
         wait = self.policy.wait
         self.greet()
         end = time.monotonic() + wait
@@ -181,7 +181,7 @@ class Population:
                 log(logging.INFO, "%s joins in round %s", self.called.client(client.index), round)
 
     def greet(self) -> str:
-        """Ask new nodes to introduce themselves, and remove offline clients. Return a node's problem."""
+        """Ask new nodes to introduce themselves, and remove offline ones. Return a problem."""
         online = frozenset(self.grid.get_node_ids())
         known = {node for node, (client, _) in self._refused.items() if self.called.client_of(node) != client}  # a site's key was renewed
         self._refused = {node: why for node, why in self._refused.items() if node in online - known}
@@ -213,7 +213,7 @@ class Population:
         return self._problem or problem
 
     def _admit(self, node: int, reply: Message) -> str:
-        """Enter the client that a node says it is, or refuse it. Return a problem of the whole run."""
+        """Enter the client of a node, or refuse it. Return a problem of the whole run."""
         if reply.has_error():
             return self._refused_by(node, reply.error.reason or "")
         try:
@@ -245,7 +245,7 @@ class Population:
         return ""
 
     def _refused_by(self, node: int, error: str) -> str:
-        """Refuse a node that answered with an error. Return the problem, if the run needs its client."""
+        """Refuse a node that answered with an error. Return the problem, if it is fatal."""
         why = reason(error)
         if why.startswith(POLICY):
             return self._refuse(node, f"its policy refuses the run: {why.removeprefix(POLICY)}. Its owner may change policy.toml")
@@ -265,7 +265,7 @@ class Population:
         return problem if fatal else ""
 
     def _do_without(self, client: int, why: str) -> bool:
-        """Make ``client`` absent if the run may start without it. Return whether it may."""
+        """Make ``client`` absent, if the run may start without it. Return whether it may."""
         remaining = self.policy.clients - len(self.absent.keys() | {client})
         if self._joined or not 0 < self.policy.min_sites <= remaining:
             return False
@@ -275,7 +275,7 @@ class Population:
     def _assign(self) -> str:
         """Choose a node for each client: the first that served it, else the one that serves or claims it.
 
-        Return the problem if several nodes claim an index and none of them was chosen.
+        Return the problem if several nodes claim an index.
         """
         claims: dict[int, dict[int, Client]] = {}
         for node, client in sorted(self._claims.items()):
@@ -311,7 +311,7 @@ class Population:
             log(logging.INFO, "%s is back", self.called.client(index))
 
     def cohort(self, fraction: float, seed: int, round: int, least: int = 1) -> list[Client]:
-        """Draw a share of the clients, at least ``least``, by ``seed`` and ``round`` alone, in order."""
+        """Draw a share of the clients, at least ``least``, by ``seed`` and ``round`` alone."""
         here = [client.index for client in self.everyone()]
         size = min(len(here), max(least, round_half_up(fraction * len(here))))
         chosen = sample_cohort(here, size, random.Random(f"{seed}/{round}"))
@@ -325,12 +325,10 @@ class Population:
 class KeptTensors:
     """Remember in which rounds clients kept tensors of their own, and send initial values to the others.
 
-    In a user's own Flower app, a client builds a new network with initial weights of its own. In fl-bn's
-    application, the values are sent only if a run does not start from its model (``begin_with``).
-
-    Attributes:
-        rounds: the round in which each client last kept tensors of its own.
-        counted: the last round in which the reply of each client changed the model.
+    In a user's own app, a client's new network has other initial weights. In fl-bn's
+    application, values are sent only if a run does not start from its model
+    (``begin_with``). ``counted`` has the last round in which each client's reply changed
+    the model.
     """
 
     def __init__(self, shared: SharedModel, called: ClientNames = UNNAMED, sends: bool = False) -> None:
@@ -339,7 +337,7 @@ class KeptTensors:
         self._bytes: dict[int, int] = {}  # client -> the bytes of the initial values that it got in this round
 
     def begin_with(self, arrays: ArrayRecord) -> None:
-        """Let the run start from ``arrays``, by state_dict name, and send clients their initial values."""
+        """Let the run start from ``arrays``, and send them to clients that have none."""
         own, tensors = self._shared.model.state_dict(), tensors_of(arrays)
         for name in {**tensors, **self._shared.tensors()}:
             given, here = (str(tuple(one[name].shape)) if name in one else "nothing" for one in (tensors, own))
@@ -349,7 +347,7 @@ class KeptTensors:
         self._sends = True
 
     def add(self, messages: Sequence[Message], clients: Sequence[Client], trains: bool = False) -> None:
-        """Add initial values to the messages for clients that kept no tensors, and ``counted`` if they train."""
+        """Add initial values for clients that kept no tensors, and ``counted`` if they train."""
         start = self._shared.start() if self._sends else {}
         self._bytes = {client.index: nbytes(start) for client in clients if start and client.index not in self.rounds}
         for message, client in zip(messages, clients, strict=True):
@@ -367,7 +365,7 @@ class KeptTensors:
         return replace(record, bytes_down=down, clients=clients)
 
     def note(self, round: int, replies: Sequence[Reply], changed: bool) -> None:
-        """Store which clients kept tensors, and which ``changed`` the model. Warn if one started from older ones."""
+        """Store which clients kept tensors, and which ``changed`` the model; warn of older tensors."""
         for part in replies:
             if changed:
                 self.counted[part.client] = round

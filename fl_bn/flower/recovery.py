@@ -26,18 +26,17 @@ from fl_bn.support import durable
 class Checkpoint:
     """Hold the state of a run after a round.
 
-    Schedules, cohorts and batches depend only on the round and the seed, so they are not part of it.
-    The user's own code may draw from the global random generators, so it has their states.
+    Schedules, cohorts and batches depend only on the round and the seed.
 
     Attributes:
         round: The last complete round.
-        arrays: All shared tensors, by their names in the state_dict.
         optimizer: The buffers of the server optimizer.
         failed: The number of rounds in a row, up to ``round``, that failed.
         kept: For each client, the last round in which it kept tensors of its own.
-        history: The length in bytes of each file of results, to which every round adds lines, by its name.
-        generators: The states of the generators of Python, NumPy and torch, as JSON.
-        auxiliary: The tensors that are sent beside the weights (control variates), by section and name.
+        history: The length in bytes of each file of results, by name.
+        generators: The states of Python's, NumPy's and torch's generators, as JSON, for
+            the user's code.
+        auxiliary: The tensors beside the weights (control variates), by section and name.
         counted: For each client, the last round in which its reply changed the model.
         releases: The number of noisy sums that the privacy accountant has counted.
     """
@@ -55,7 +54,7 @@ class Checkpoint:
     releases: int = 0
 
     def save(self, path: Path) -> None:
-        """Write this state to the file ``path``. If that fails (``OSError``), an old file stays."""
+        """Write this state to a file. If that fails (``OSError``), an old file stays."""
         parts = {part: getattr(self, part) for part in ("arrays", "optimizer", "auxiliary")}
         state = {key: dict(getattr(self, key)) for key in ("kept", "counted", "history")}
         state |= {key: getattr(self, key) for key in ("round", "failed", "releases")}
@@ -64,7 +63,7 @@ class Checkpoint:
 
     @classmethod
     def load(cls, path: Path) -> Checkpoint:
-        """Read a state from the file ``path``, or raise ``Damaged`` if it is not a whole checkpoint."""
+        """Read a state, or raise ``Damaged`` if the file is no whole checkpoint."""
         parts, about = read(path)
         try:
             state = json.loads(about["state"])
@@ -78,12 +77,8 @@ class Checkpoint:
 class Recovery:
     """Write a run's checkpoints, and go back to one.
 
-    Args:
-        kept: Knows in which rounds clients kept tensors of their own.
-        every: The number of rounds between two checkpoints; 0: none are written. The last round has none,
-            since its results are written anyway.
-        store: Stores a checkpoint, and returns the oldest round to which the run can go back.
-        accountant: Counts the privacy budget; None: no noise is added.
+    They are ``every`` so many rounds, but not after the last; 0: never. ``store`` returns
+    the oldest round to which the run can go back.
     """
 
     def __init__(
@@ -98,7 +93,7 @@ class Recovery:
         self._every, self._store = every if store else 0, store
 
     def after_round(self, round: int, rounds: int, tensors: Named, shared: SharedModel, optimizer: ServerOptimizer, failed: int) -> None:
-        """Store a checkpoint after a round, if one is due. ``failed`` rounds in a row have failed."""
+        """Store a checkpoint, if one is due. ``failed`` rounds in a row have failed."""
         if self._store is None or not self._every:
             self.run_id = replace(self.run_id, durable=round)
         elif round % self._every == 0 and round < rounds:
@@ -117,7 +112,7 @@ class Recovery:
             self.run_id = replace(self.run_id, durable=self._store(state))
 
     def go_back(self, checkpoint: Checkpoint, rounds: int, shared: SharedModel, optimizer: ServerOptimizer) -> None:
-        """Restore a checkpoint in place, or raise ``RunFailed`` if it does not fit, or no round is left."""
+        """Restore a checkpoint in place. ``RunFailed``: it does not fit, or no round is left."""
         if checkpoint.round >= rounds:
             raise RunFailed(f"there is nothing to resume after round {checkpoint.round}: the run has only {rounds} rounds")
         try:

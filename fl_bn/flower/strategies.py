@@ -3,8 +3,7 @@
     strategy = FixBN(Net(), freeze_after=10, fraction_train=0.5)
     result = strategy.start(grid, initial_arrays, num_rounds=20, train_config=ConfigRecord({"lr": 0.1}))
 
-They have Flower's arguments, hooks and ``start``, and a subclass may override hooks, as with Flower's
-``FedAvg``.
+A subclass may override their hooks, which are Flower's.
 """
 
 from __future__ import annotations
@@ -78,47 +77,53 @@ class OwnAppStrategy(BatchNormStrategy):
 
     The app's ClientApp uses ``fl_bn.flower.answer`` and ``fl_bn.flower.training``.
 
-    A subclass may override hooks, as with ``BatchNormStrategy``. The arrays that a hook gets have the
-    names of your network's state_dict, without tensors that clients keep. Names that begin with ``_``,
-    and ``transport``, are fl-bn's; all other names are yours.
+    A subclass may override hooks, as with ``BatchNormStrategy``. Their arrays have the
+    names of your network's state_dict, without tensors that clients keep. Names that
+    begin with ``_``, and ``transport``, are fl-bn's.
 
-    A node that names another number of clients than the run has, or that cannot take part, is refused. The
+    A node that names another number of clients, or that cannot take part, is refused. The
     run goes on with at least ``min_available_nodes``.
 
-    The arguments of Flower's ``FedAvg`` are keywords here. A subclass may also set them, as attributes of
-    these names, until ``start`` is called.
+    The arguments of Flower's ``FedAvg`` are keywords here. A subclass may also set them,
+    as attributes of these names, until ``start`` is called.
 
-    - ``fraction_train``, ``fraction_evaluate``: the shares of the clients that train and evaluate in a
-      round. With ``fraction_evaluate=0`` nobody evaluates.
-    - ``min_train_nodes``, ``min_evaluate_nodes``, ``min_available_nodes``: the smallest numbers of clients
-      in a round, that evaluate, and for the run to start.
-    - ``weighted_by_key``: the metric by which a client is weighted in the means of metrics. In the average
-      of the model, it is weighted by the ``samples`` that it passes to ``round.message``.
-    - ``arrayrecord_key`` must be ``arrays``; ``configrecord_key`` is the name of the record that
-      ``train_config`` and ``evaluate_config`` become.
-    - ``train_metrics_aggr_fn``, ``evaluate_metrics_aggr_fn``: ``f(records, weighted_by_key)`` combines the
-      clients' own metrics. Default: means. The records hold only metrics.
+    - ``fraction_train``, ``fraction_evaluate``: the shares of the clients that train and
+      evaluate in a round. With ``fraction_evaluate=0`` nobody evaluates.
+    - ``min_train_nodes``, ``min_evaluate_nodes``, ``min_available_nodes``: the smallest
+      numbers of clients that train, that evaluate, and for the run to start.
+    - ``weighted_by_key``: the metric that weights a client in the means of metrics. In
+      the average of the model, its weight is the ``samples`` that it passes to
+      ``round.message``.
+    - ``arrayrecord_key`` must be ``arrays``; ``configrecord_key`` is the name of the
+      record that ``train_config`` and ``evaluate_config`` become.
+    - ``train_metrics_aggr_fn``, ``evaluate_metrics_aggr_fn``: ``f(records,
+      weighted_by_key)`` combines the clients' own metrics. Default: means. The records
+      hold only metrics.
 
     Args:
         model: your network, unconverted.
         method: the method, the same as the clients'.
-        optimizer: steps on the pseudo-gradient at the server. Every ``start`` takes a copy without
-            earlier momentum. Default: the average becomes the new model.
+        optimizer: steps on the pseudo-gradient at the server. Every ``start`` takes a
+            copy without earlier momentum. Default: the average becomes the new model.
         defence: the robust rules against Byzantine clients.
-        objective: the objective that your ``training`` uses. SCAFFOLD needs it here, too, because the
-            server sends control variates. If it is given, clients with another one raise an error.
+        objective: the objective of your ``training``. SCAFFOLD needs it here, too,
+            because the server sends control variates. If it is given, clients with
+            another one raise an error.
         callbacks: called at the start, after every round and at the end of ``start``.
-        clients: the number of clients. 0: the value of ``num-partitions`` that most nodes report.
+        clients: the number of clients. 0: the most frequent ``num-partitions`` of the
+            nodes.
         options: the fields of ``ServerPolicy`` by name, such as ``seed``, ``calibrate``,
-            ``unit_scale``, ``client_weights``, ``exchange`` (FedTAN) and ``rate``. Without
-            ``rate``, the learning rate is the one that ``train_config`` names (``RATES``), which your
-            clients read, too, and which a hook may change in the config of any round. FBN's shared
-            statistics move more slowly as it falls. In rounds with frozen statistics, clients get a
-            lower one.
+            ``unit_scale``, ``client_weights``, ``exchange`` (FedTAN) and ``rate``.
+            Without ``rate``, the learning rate is the one that ``train_config`` names
+            (``RATES``), which a hook may change in the config of any round. FBN's shared
+            statistics move more slowly as it falls. In rounds with frozen statistics,
+            clients get a lower one.
 
     Raises:
-        ValueError: an argument has a wrong type or value, or arguments contradict each other.
-        TypeError: ``model`` is no network, ``method`` no method, or an option does not exist.
+        ValueError: an argument has a wrong type or value, or arguments contradict each
+            other.
+        TypeError: ``model`` is no network, ``method`` no method, or an option does not
+            exist.
     """
 
     _policy: ServerPolicy | None = None  # None: this strategy runs fl-bn's own ClientApp, and its transport has the policy
@@ -153,11 +158,11 @@ class OwnAppStrategy(BatchNormStrategy):
         self._optimizer, self._defence, self._callbacks = optimizer, defence, checked_callbacks(callbacks)
 
     def _flowers(self) -> FlowersArguments:
-        """Check and return the current values of Flower's arguments, which a subclass may have set."""
+        """Check and return Flower's arguments, which a subclass may have set."""
         return FlowersArguments(**{name: getattr(self, name) for name in FLOWERS})
 
     def _begun(self, grid: Grid, timeout: float | None, train_config: ConfigRecord) -> tuple[GridTransport, float]:
-        """Wait for the clients, and make the transport of the run, anew in every ``start``."""
+        """Wait for the clients, and make the transport of a new run."""
         if self._policy is None:
             return super()._begun(grid, timeout, train_config)
         now, rate = self._flowers(), self._policy.rate
@@ -202,11 +207,11 @@ class OfMethod(OwnAppStrategy):
 
     Args:
         model: your network, unconverted.
-        rounds: the server's settings for rounds, for fl-bn's own ClientApp (``make_client_app``). None:
-            the app is your own.
+        rounds: the server's settings for rounds, for fl-bn's own ClientApp. None: the app
+            is your own.
         options: by name, the method's options (``fl_bn.methods``), and the arguments of
-            ``OwnAppStrategy`` or, with ``rounds``, of ``BatchNormStrategy``. HBN's ``evaluate`` is the
-            method's.
+            ``OwnAppStrategy`` or, with ``rounds``, of ``BatchNormStrategy``. HBN's
+            ``evaluate`` is the method's.
     """
 
     of: ClassVar[str]
@@ -226,7 +231,7 @@ class OfMethod(OwnAppStrategy):
 
 
 class FedAvgBN(OfMethod):
-    """Run FedAvg, the baseline: the server averages running means and, separately, running variances."""
+    """Run FedAvg, the baseline: the server averages running means and, separately, variances."""
 
     of = "fedavg"
 
@@ -250,13 +255,13 @@ class SiloBN(OfMethod):
 
 
 class HBN(OfMethod):
-    """Run HBN: layers normalise by a learnable mix of batch statistics and pooled global statistics."""
+    """Run HBN: layers normalise by a learnable mix of batch and pooled global statistics."""
 
     of = "hbn"
 
 
 class FBN(OfMethod):
-    """Run FBN: clients train with shared running statistics, corrected for the spread of their means."""
+    """Run FBN: clients train with shared running statistics, corrected for their means' spread."""
 
     of = "fbn"
 

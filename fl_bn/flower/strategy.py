@@ -41,23 +41,24 @@ REPLIES = ("aggregate_train", "aggregate_evaluate")  # hooks that get clients' r
 class BatchNormStrategy(Strategy):
     """Train a model by a method over the clients of a grid, which run fl-bn's own ClientApp.
 
-    A subclass may override the hooks ``configure_train``, ``aggregate_train``, ``configure_evaluate``,
-    ``aggregate_evaluate``, ``summary``, ``start`` and ``save``, and call ``super()`` in them. ``start``
-    calls the hooks; they work in no other loop. fl-bn's own attributes are ``transport`` and names that
-    begin with ``_``; all other names are yours.
+    A subclass may override the hooks ``configure_train``, ``aggregate_train``,
+    ``configure_evaluate``, ``aggregate_evaluate``, ``summary``, ``start`` and ``save``,
+    and call ``super()`` in them. Only ``start`` may call the hooks. fl-bn's own
+    attributes are ``transport`` and names that begin with ``_``.
 
-    The hooks' argument ``arrays`` holds all shared tensors by state_dict name: weights, affine
-    parameters and statistics.
+    The hooks' argument ``arrays`` holds all shared tensors by state_dict name: weights,
+    affine parameters and statistics.
 
     Args:
         model: any torch network, unconverted. The run starts from its tensors.
         method: the method, the same as the clients'.
         rounds: the server's settings for rounds.
-        optimizer: steps on the pseudo-gradient of the shared weights. Default: the average becomes the
-            new model.
-        defence: the robust rules for statistics (also in FedTAN's layer-wise exchange) and updates.
-        options: by name, the other arguments of ``GridTransport``: ``evaluate``, ``callbacks``,
-            ``save_clients``, ``keep_checkpoint``, ``secure``, ``task``.
+        optimizer: steps on the pseudo-gradient of the shared weights. Default: the
+            average becomes the new model.
+        defence: the robust rules for statistics (also in FedTAN's layer-wise exchange)
+            and updates.
+        options: by name, the other arguments of ``GridTransport``: ``evaluate``,
+            ``callbacks``, ``save_clients``, ``keep_checkpoint``, ``secure``, ``task``.
 
     Raises:
         ValueError: arguments contradict each other.
@@ -79,14 +80,14 @@ class BatchNormStrategy(Strategy):
 
     @property
     def transport(self) -> GridTransport:
-        """Return the object that carries the rounds, or raise ``RunFailed`` before ``start``."""
+        """Return the object that carries the rounds. Before ``start``, raise ``RunFailed``."""
         if self._transport is None:
             alone = "call its own strategy.start(...); a strategy around it cannot (for noise: dp-noise, docs/privacy.md)"
             raise RunFailed(f"{type(self).__name__} does not know its clients before the start: {alone}")
         return self._transport
 
     def _called(self) -> GridTransport:
-        """Return the transport, for a hook that it called, or raise ``RunFailed`` if somebody else did."""
+        """Return the transport, for a hook that it called, or raise ``RunFailed``."""
         if self._transport is None or self._transport.strategy is not self:
             advice = "put your steps into overridden hooks, evaluate_fn or callbacks (for noise: dp-noise, docs/privacy.md)"
             raise RunFailed(f"only strategy.start(grid, ...) of {type(self).__name__} itself calls its hooks: {advice}")
@@ -98,8 +99,8 @@ class BatchNormStrategy(Strategy):
         Args:
             server_round: the round's number, from 1.
             arrays: the shared tensors.
-            config: values for every message, such as ``lr``: the same object, ``train_config``, in every
-                round. So a value that your override changes stays changed in later rounds.
+            config: values for every message, such as ``lr``. It is the same object,
+                ``train_config``, in every round, so your changes stay.
             grid: Flower's grid.
 
         Raises:
@@ -113,32 +114,31 @@ class BatchNormStrategy(Strategy):
         In ``replies``, the records whose names do not begin with ``fl-bn/`` are your own.
 
         Returns:
-            The shared tensors, and the combined metrics (``loss`` and ``samples`` among them);
-            ``(None, None)`` if too few replies are usable.
+            The shared tensors, and the combined metrics (``loss`` and ``samples`` among
+            them); ``(None, None)`` if too few replies are usable.
         """
         return self._called().combine(server_round, replies)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """Make one evaluate message per client that evaluates.
+        """Make one evaluate message per client that evaluates, with the same ``config`` object in every round.
 
-        If clients have models of their own, only those that have trained evaluate. ``config`` is the same
-        object in every round.
+        If clients have models of their own, only those that have trained evaluate.
         """
         return self._called().evaluations.ask(server_round, arrays, config)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Combine the clients' metrics, each client counted once. None: no client sent a valid metric."""
+        """Combine the clients' metrics, each client once. None: none sent a valid metric."""
         return self._called().evaluations.combine(server_round, replies)
 
     # What the transport calls: each hook, and a check of what it returned
 
     def _overrides(self, hook: str) -> bool:
-        """Return whether user code defines ``hook``: in a class outside fl-bn, or as an instance attribute."""
+        """Return whether user code defines ``hook``, in a class or as an attribute."""
         owner = next(kind for kind in type(self).__mro__ if hook in vars(kind))
         return hook in vars(self) or not owner.__module__.startswith("fl_bn.flower.")
 
     def _configured(self, kind: str, number: int, arrays: ArrayRecord, config: ConfigRecord) -> tuple[list[Message], list[Client]]:
-        """Call ``configure_train`` or ``configure_evaluate``. Return its messages, and their clients, one each."""
+        """Call a configuring hook. Return its messages, and each one's client."""
         transport, hook = self._called(), f"configure_{kind}"
         if (returned := getattr(self, hook)(number, arrays, config, transport.grid)) is None:
             raise _wrong(hook, "messages", None)
@@ -153,7 +153,7 @@ class BatchNormStrategy(Strategy):
         return messages, [client for client in clients if client.node in chosen]
 
     def _aggregated(self, number: int, replies: Iterable[Message]) -> Pair:
-        """Call ``aggregate_train``, and return the arrays and the metrics, or None for them."""
+        """Call ``aggregate_train``, and return the arrays and the metrics, if any."""
         if self._overrides("aggregate_train"):
             replies = list(replies)  # the user's code may read them twice
         match returned := self.aggregate_train(number, replies):
@@ -197,28 +197,32 @@ class BatchNormStrategy(Strategy):
 
         Args:
             grid: Flower's grid.
-            initial_arrays: the tensors to start from, ``ArrayRecord(net.state_dict())``. Default: the
-                model's own. BatchNorm tensors that clients keep start from them, too.
+            initial_arrays: the tensors to start from, ``ArrayRecord(net.state_dict())``.
+                Default: the model's own. BatchNorm tensors that clients keep start from
+                them, too.
             num_rounds: the number of rounds, 0 or more.
-            timeout: how many seconds to wait for the replies of a round, and in an app of your own for
-                the clients at the start. Default: that of ``rounds``, in an app of your own Flower's
-                3600 s.
+            timeout: how many seconds to wait for the replies of a round, and in an app of
+                your own for the clients at the start. Default: that of ``rounds``; in an
+                app of your own Flower's 3600 s.
             train_config: values for every train message, such as ``lr``.
             evaluate_config: values for every evaluate message.
-            evaluate_fn: evaluates at the server, besides the clients: ``evaluate_fn(round, arrays)``, from
-                round 0 on. The arrays load into the network by ``load_state_dict``. Of BatchNorm layers
-                that clients keep, they have the average over the clients that send theirs.
-            resume: a checkpoint, which ``keep_checkpoint`` got. The run goes on after its round.
+            evaluate_fn: evaluates at the server, besides the clients:
+                ``evaluate_fn(round, arrays)``, from round 0 on. The arrays load into the
+                network by ``load_state_dict``. BatchNorm layers that clients keep are
+                averaged over the clients that send theirs.
+            resume: a checkpoint, which ``keep_checkpoint`` got. The run goes on after its
+                round.
 
         Returns:
-            Flower's result, with the arrays of the last evaluation and every round's record.
+            Flower's result, with the arrays of the last evaluation and every round's
+            record.
 
         Raises:
-            RunFailed: clients are missing, too many rounds in a row failed, there is nothing to
-                measure, or the clients' app does not answer. Or the method exchanges statistics within
-                rounds by a carrier that cannot serve this grid.
-            ValueError: ``initial_arrays`` do not fit the network, ``num_rounds`` is no number of
-                rounds, or a hook is overridden that secure aggregation never calls.
+            RunFailed: clients are missing, too many rounds in a row failed, there is
+                nothing to measure, the clients' app does not answer, or the method's
+                layer-wise exchange has no carrier for this grid.
+            ValueError: ``initial_arrays`` do not fit the network, ``num_rounds`` is
+                invalid, or a hook is overridden that secure aggregation never calls.
         """
         check_fits(STARTS, {"num_rounds": num_rounds, "timeout": timeout})
         if simulated():
@@ -275,7 +279,7 @@ class BatchNormStrategy(Strategy):
         server, result = transport.server, transport.result
 
         def tell() -> RoundRecord:
-            """Log the round's result, call the callbacks, and return the record with its disclosures."""
+            """Log the round's result, call the callbacks, and return the record."""
             transport.batches_trained += batches_trained([server.record])
             log(logging.INFO, "%s", in_words(server.record, rounds, transport.task, transport.policy.called))
             complete = transport.disclosures.enter(server.record)
@@ -284,7 +288,6 @@ class BatchNormStrategy(Strategy):
             return complete
 
         def show(measured: Measured) -> None:
-            """Evaluate after a statistics-only exchange, and report it, in a run of 0 rounds."""
             server.record, result.arrays, number = measured.record, transport.outward(measured.tensors), measured.record.round
             newest.take(0, measured.tensors)
             if measured.last or number % server.policy.evaluate_every == 0:
@@ -313,5 +316,4 @@ class BatchNormStrategy(Strategy):
 
 
 def _wrong(hook: str, wanted: str, returned: Any) -> RunFailed:
-    """Return the error for a ``hook`` that returned something else than what is ``wanted``."""
     return RunFailed(f"{hook} must return {wanted}, as super().{hook}(...) does, but returned {returned!r:.200}")

@@ -1,1 +1,1 @@
-"""Run the layer-wise exchange (FedTAN) over Flower: sessions, carriers, addresses and transcripts."""
+"""Run the layer-wise exchange (FedTAN) over Flower."""

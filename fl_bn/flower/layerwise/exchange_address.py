@@ -1,6 +1,6 @@
 """Connect a client to the layer-wise exchange, if its site allows the address that the server names.
 
-The node config lists the allowed addresses. Without this check, a server could make every site connect
+The node config lists the allowed addresses. Else a server could make every site connect
 to machines in its own network, and learn from the errors which ports are open.
 """
 
@@ -29,8 +29,9 @@ GRPC_FIELDS = ("exchange-token", "exchange-address", "exchange-authority", "exch
 def check_address(address: str, node_config: Mapping[str, Any]) -> None:
     """Check that the client with this ``node_config`` may connect to ``address``, HOST:PORT.
 
-    Without a list of addresses, a deployed client connects to no host, and one in a simulation only to its
-    own machine. The ``ExchangeFailed`` for an address that is not allowed does not repeat it; the log does.
+    Without a list of addresses, a deployed client connects to no host, and a simulated
+    one only to its own machine. ``ExchangeFailed`` does not repeat a forbidden address;
+    the log does.
     """
     host = address.lower().rpartition(":")[0]
     if (listed := node_config.get(KEY)) is None:
@@ -43,7 +44,7 @@ def check_address(address: str, node_config: Mapping[str, Any]) -> None:
 
 
 class SiteExchange(GrpcExchange):
-    """Take part in an exchange over gRPC, with errors that tell the server nothing about this network."""
+    """Take part in an exchange over gRPC, with errors that reveal nothing about this network."""
 
     def _ask(self, request: Request, dtype: torch.dtype) -> Answer:
         try:
@@ -56,12 +57,9 @@ class SiteExchange(GrpcExchange):
 def connect(node_config: Mapping[str, Any], config: Mapping[str, Any], transcript: Sequence[tuple[Key, Answer]], batch: int) -> Exchange:
     """Join the layer-wise exchange that a message names.
 
-    ``transcript`` has the answers so far in an exchange by replay, ``batch`` is the size of this client's
-    batch.
-
-    Raises:
-        ExchangeFailed: the address is not allowed, or the client cannot join the exchange.
-        WireError: the message lacks a field that the exchange's carrier (transport) needs.
+    ``transcript`` has the answers so far in an exchange by replay, ``batch`` is the
+    client's batch size. ``ExchangeFailed``: the client cannot join, or its site does not
+    allow the address.
     """
     carrier = config.get("exchange")
     if carrier == "replay":

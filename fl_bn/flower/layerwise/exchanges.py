@@ -1,9 +1,8 @@
 """Run the layer-wise exchanges of a run at the server.
 
-Each exchange has a ``Session``, which averages the clients' vectors. ``Exchanges`` chooses its carrier,
-once for all rounds. A round of FedTAN needs such an exchange. A statistics-only exchange goes layer by
-layer if all its clients can take part at the same time. Otherwise it takes one pass over the data per
-layer.
+Each exchange has a ``Session``, which averages the clients' vectors. A round of FedTAN
+needs one. A statistics-only exchange goes layer by layer if all its clients can take part
+at the same time, else it takes one pass over the data per layer.
 """
 
 from __future__ import annotations
@@ -44,20 +43,13 @@ NOT_REPEATED = "its repetition of the round computed other values than before: s
 
 
 class Exchanges:
-    """Run the layer-wise exchanges of one run.
-
-    Args:
-        settings: the carrier, the deadlines and the policy for missing clients.
-        model: the converted network.
-        layers: its layers with shared statistics, by name.
-        average: the rule that combines the clients' moments.
-        believing: as in ``Session``.
-        called: the clients' names in the log.
+    """Run the layer-wise exchanges of one run, with the clients' ``average`` of moments.
 
     Attributes:
         session: the last exchange.
-        carrier: ``grpc``, ``local`` or ``replay``; empty until the first round chooses it.
-        messages: the number of Flower messages that one client got in the last round.
+        carrier: ``grpc``, ``local`` or ``replay``; empty until the first round chooses
+            it, once for all.
+        messages: the number of Flower messages to one client in the last round.
     """
 
     def __init__(
@@ -77,15 +69,15 @@ class Exchanges:
         self._late: dict[str, tuple[int, Message]] = {}  # dropped clients whose replies are still missing, by the message's id
 
     def check(self, grid: Grid) -> None:
-        """Check that the carrier of the settings can serve this grid's rounds, or raise ``RunFailed``."""
+        """Raise ``RunFailed`` unless the carrier of the settings can serve this grid's rounds."""
         if misfit := self._misfit(grid):
             raise RunFailed(f"{misfit}. Set exchange='auto'")
 
     def round(self, grid: Grid, cohort: Sequence[Client], messages: Iterable[Message], timeout: float) -> list[Message]:
         """Send a round's train messages, run its layer-wise exchange, and return the replies.
 
-        Raises:
-            RunFailed: in the first round, the chosen carrier cannot serve this grid and cohort.
+        If the chosen carrier cannot serve this grid and cohort, the first round raises
+        ``RunFailed``.
         """
         self.carrier = self.carrier or self._choose(grid, cohort, timeout)
         self.session = self._opened(cohort, self.settings.policy, self.settings.deadline)
@@ -96,10 +88,10 @@ class Exchanges:
     ) -> tuple[list[Message], str]:
         """Send the messages of a statistics-only exchange, and return the replies and the carrier's name.
 
-        Both are empty if the clients cannot all take part at the same time. Then, or if nobody joined, the
-        log gives the reason, and no later call tries again. There are ``timeout`` seconds from one exchange
-        to the next. ``simulated``: try it in Flower's simulation, too, which may be unable to run all
-        clients at once.
+        Both are empty if the clients cannot all take part at the same time. Then, or if
+        nobody joined, no later call tries again. There are ``timeout`` seconds from one
+        exchange to the next. ``simulated``: try it in Flower's simulation, too, which may
+        be unable to run all clients at once.
         """
         if self._cannot_meet:
             return [], ""
@@ -118,7 +110,7 @@ class Exchanges:
         return replies, carrier
 
     def late_clients(self, grid: Grid) -> set[int]:
-        """Return clients that an earlier round dropped, and whose reply to it is still missing."""
+        """Return clients that an earlier round dropped, and that have not replied to it yet."""
         for reply in pulled(grid, {identity: message for identity, (_, message) in self._late.items()}):
             self._late.pop(reply.metadata.reply_to_message_id, None)
         return {client for client, _ in self._late.values()}
@@ -150,7 +142,7 @@ class Exchanges:
         return f"exchange={wanted!r} does not work {place}" if wanted == ("grpc" if here else "local") else ""
 
     def _why_not_at_once(self, grid: Grid, clients: int, simulated: bool) -> str:
-        """Return why the clients cannot exchange layer by layer. Empty if they can: the service listens."""
+        """Return why the clients cannot exchange layer by layer. Empty: the service listens."""
         if isinstance(grid, InProcessGrid) and grid.one_program:
             return "engine='vectorised' measures all clients at once, a pass at a time"
         if "replay" in (self._given.carrier, self.carrier):
@@ -186,11 +178,9 @@ class Exchanges:
     def _meet(self, grid: Grid, cohort: Sequence[Client], timeout: float) -> str:
         """Test, before training, whether all clients of a cohort can join an exchange over gRPC at once.
 
-        Return what to change if they cannot. With the policy ``shrink``, rounds go on without clients
-        that cannot reach the service.
-
-        Raises:
-            RunFailed: the service cannot listen, or clients cannot reach it or do not trust its certificate.
+        Return what to change if they cannot. With the policy ``shrink``, rounds go on
+        without unreachable clients. ``RunFailed`` is raised if the service cannot listen
+        or clients cannot use it.
         """
         messages = {c.index: Message(greeting(), c.node, RENDEZVOUS, ttl=timeout, group_id="0") for c in cohort}
         settings = self.settings
@@ -210,7 +200,7 @@ class Exchanges:
 
     @cached_property
     def settings(self) -> ExchangeSettings:
-        """Return the settings, in a deployment those of the server's folder, or raise ``RunFailed``."""
+        """Return the settings, on a deployment's server its folder's, or raise ``RunFailed``."""
         try:
             return exchange_in(self._given)
         except ValueError as error:
@@ -240,7 +230,7 @@ class Exchanges:
                 service.close(session)
 
     def _listen(self) -> dict[str, Any]:
-        """Start the run's gRPC service if need be, and return what train messages say of it."""
+        """Start the run's gRPC service if need be, and return its fields for train messages."""
         settings = self.settings
         try:
             if self._service is None:
@@ -258,7 +248,7 @@ class Exchanges:
             raise RunFailed(str(error)) from error
 
     def _replies(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float) -> list[Message]:
-        """Send the messages, and return the replies. A client with an error is dropped at once."""
+        """Send the messages, and return the replies. Clients with an error are dropped at once."""
         pushed, begin, seen = set(grid.push_messages(messages.values())), time.monotonic(), session.exchanges
         end = begin + timeout
         sent = {message.metadata.message_id: message for message in messages.values()}
@@ -281,7 +271,7 @@ class Exchanges:
         return replies
 
     def _by_replay(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float) -> list[Message]:
-        """Send the messages again, with all answers so far, until all clients have finished."""
+        """Send the messages with all answers so far until all clients have finished."""
         transcript: list[tuple[Key, Answer]] = []
         final: dict[int, Message] = {}
         sizes, down = dict.fromkeys(messages, 0.0), dict.fromkeys(messages, 0)
@@ -316,8 +306,8 @@ class Exchanges:
     ) -> dict[int, tuple[int, Local]]:
         """Send the messages, and return the batch size and request of each client that needs an answer.
 
-        Replies of the others are added to ``final``, and they leave the session, as does a client whose
-        repetition computed other values than before (``sizes``).
+        The others leave the session, and their replies enter ``final``, as does a client
+        whose repetition computed other values than before (``sizes``).
         """
         requests: dict[int, tuple[int, Local]] = {}
         replies: dict[int, Message] = {}

@@ -1,8 +1,9 @@
 """Exchange vectors by replay: a client computes its round again whenever a new answer has come.
 
-The server sends all answers so far, the transcript. The client uses them in order, and asks for the next
-one in its reply. Every repetition has the same batch and the same random numbers, so it reaches the same
-point. No process waits between messages, so any cohort size works.
+The server sends all answers so far, the transcript. The client uses them in order, and
+asks for the next one in its reply. Every repetition has the same batch and random
+numbers, so it reaches the same point. No process waits between messages, so any cohort
+size works.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Unanswered(Exception):
 
     Attributes:
         batch: the number of samples in the client's batch.
-        passed: the sum of the absolute values of all requests before this one, since the client began
-            the round anew. The server compares it with the sum over the requests that it has received.
+        passed: the sum of the absolute values of all earlier requests in this repetition,
+            which the server compares with those that it has received.
     """
 
     def __init__(self, request: Local, batch: int, passed: float = 0.0) -> None:
@@ -50,18 +51,17 @@ class Unanswered(Exception):
 
 
 class ReplayExchange:
-    """Take part in an exchange as one client: return a transcript's answers, then raise ``Unanswered``."""
+    """Return a transcript's answers, then raise ``Unanswered``."""
 
     def __init__(self, transcript: Sequence[tuple[Key, Answer]], batch: int) -> None:
         self.batch, self.seconds, self._passed = batch, 0.0, 0.0
         self._remaining = list(transcript)
 
     def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
-        """Return the next answer of the transcript.
+        """Return the next answer of the transcript, if it has one.
 
-        Raises:
-            Unanswered: the transcript has no more answers.
-            ExchangeFailed: the next answer belongs to another key, or does not fit ``local``.
+        If its key is another one, or it does not fit ``local``, ``ExchangeFailed`` is
+        raised.
         """
         if not self._remaining:
             raise Unanswered(Local(key, local.detach().cpu(), count), self.batch, self._passed)
@@ -76,7 +76,7 @@ class ReplayExchange:
 
 
 def attach(content: RecordDict, transcript: Transcript) -> int:
-    """Put ``transcript`` into a train message, and return the number of bytes of its values."""
+    """Put ``transcript`` into a train message, and return its values' number of bytes."""
     arrays = [answer.values.numpy() for _, answer in transcript]
     keys = [[key.layer, key.quantity.value, key.call, answer.count, answer.batch] for key, answer in transcript]
     content[OURS + TRANSCRIPT] = to_record({str(i): array for i, array in enumerate(arrays)})
@@ -85,7 +85,7 @@ def attach(content: RecordDict, transcript: Transcript) -> int:
 
 
 def detach(payload: Payload, config: Mapping[str, Any]) -> list[tuple[Key, Answer]]:
-    """Take the transcript, if there is one, out of ``payload``. A wrong one raises ``WireError``."""
+    """Take the transcript, if any, out of ``payload``. A wrong one raises ``WireError``."""
     arrays = payload.pop(TRANSCRIPT, {})
     try:
         entries = enumerate(json.loads(str(config.get(TRANSCRIPT, "[]"))))
@@ -103,17 +103,17 @@ def _entry(values: Tensor, layer: Any, quantity: Any, call: Any, count: Any, bat
 
 
 def question(pending: Unanswered, client: int = 0) -> Reply:
-    """Return the reply in which a client asks for an answer by its request."""
+    """Return the reply in which a client asks for an answer."""
     request, key = pending.request, pending.request.key
     sections = {REQUEST: {f"{key.quantity.value}/{key.call}/{key.layer}": request.values}}
     return Reply(client, sections, 0, 0, {"batch": pending.batch, "count": request.count, "passed": pending.passed})
 
 
 def read_request(reply: Message, header: Header) -> tuple[int, Local, float] | None:
-    """Read the request of a client that needs an answer.
+    """Read the request of a client that needs an answer; None: this is its last reply.
 
-    Return its batch size, its request, and the sum of the absolute values of its earlier requests. None:
-    this is its last reply. A reply that does not repeat ``header`` raises ``WireError``.
+    Return its batch size, its request, and the sum of the absolute values of its earlier
+    requests. A reply that does not repeat ``header`` raises ``WireError``.
     """
     payload, repeated = from_records(reply.content)
     if REQUEST not in payload:

@@ -1,1 +1,1 @@
-"""Run secure aggregation over Flower: the protocol SecAgg+, and the vectors that it sums."""
+"""Run secure aggregation over Flower by the protocol SecAgg+."""

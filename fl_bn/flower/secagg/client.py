@@ -1,8 +1,8 @@
 """Run the client's half of secure aggregation: Flower's SecAgg+ mod around training and measuring.
 
-The plain reply never leaves this file. It becomes a vector (``sums``), with noise if privacy is on.
-Flower's mod quantises and masks the vector. Only counts travel unmasked: samples, batches, and
-activations per sample.
+The plain reply never leaves this file. It becomes a vector (``sums``), with noise if
+privacy is on, which Flower's mod quantises and masks. Only counts travel unmasked:
+samples, batches, and activations per sample.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NOBODY = Plan(0, 0, 0)
 
 
 def secure(build: Callable[[Context], BatchNormClient], message: Message, context: Context) -> Message:
-    """Answer a train message that belongs to a secure sum, or raise ``Insecure``."""
+    """Answer a train message of a secure sum, or raise ``Insecure``."""
     content, state = message.content, client_half.SecAggPlusState(**context.state.config_records.get(RECORD_KEY_STATE, ConfigRecord()))
     if why := next(refusals(content, state, context.node_id), ""):
         raise Insecure(why)
@@ -82,7 +82,7 @@ def _no_vector(message: Message, context: Context) -> Message:
 
 
 def refusals(content: RecordDict, state: Any, node: int) -> Iterator[str]:
-    """Yield the reasons why a client must not answer the message of a stage."""
+    """Yield why a client must not answer a stage's message."""
     stage, last, order = content.config_records[RECORD_KEY_CONFIGS].get(Key.STAGE), state.current_stage, Stage.all()
     if stage not in order or (stage != Stage.SETUP and order.index(stage) != (order.index(last) + 1) % len(order)):
         # in order, this client sends its shares once, for one masked vector
@@ -95,8 +95,8 @@ def refusals(content: RecordDict, state: Any, node: int) -> Iterator[str]:
 def setup_refusals(asked: Mapping[str, Any], state: Any, node: int) -> Iterator[str]:
     """Yield what is wrong with the protocol's parameters.
 
-    The sum could have too few clients or exceed the modulus, a minority could unmask a vector, or this
-    client is not in the cohort.
+    The sum could have too few clients or exceed the modulus, or a minority could unmask a
+    vector.
     """
     clients, shares, threshold, levels = (asked[name] for name in ("sample_num", "share_num", "threshold", "target_range"))
     if not LEAST <= shares <= clients:
@@ -111,7 +111,7 @@ def setup_refusals(asked: Mapping[str, Any], state: Any, node: int) -> Iterator[
 
 
 def keys_refusals(asked: Mapping[str, Any], state: Any, node: int) -> Iterator[str]:
-    """Yield what is wrong with the public keys of all clients: there are two of each, by node."""
+    """Yield what is wrong with the public keys of all clients, two of each, by node."""
     keys = {name: pair for name, pair in asked.items() if name != Key.STAGE}
     if len(keys) != state.share_num or not {str(node)} <= keys.keys() <= set(map(str, state.cohort)):
         yield f"expected the keys of {state.share_num} clients of the cohort, this one among them, but got those of {excerpt(list(keys))}"
@@ -123,7 +123,7 @@ def keys_refusals(asked: Mapping[str, Any], state: Any, node: int) -> Iterator[s
 
 
 def shares_refusals(asked: Mapping[str, Any], state: Any, node: int) -> Iterator[str]:
-    """Yield what is wrong with the encrypted shares: there is exactly one from each client with keys."""
+    """Yield what is wrong with the encrypted shares, one from each client with keys."""
     wanted = sorted(set(state.public_keys_dict) - {node})
     if sorted(asked["srcs"]) != wanted or len(asked["ctxts"]) != len(wanted):
         yield f"expected the shares of each of nodes {wanted} once, but got those of {excerpt(asked['srcs'])}"
@@ -132,8 +132,8 @@ def shares_refusals(asked: Mapping[str, Any], state: Any, node: int) -> Iterator
 def unmask_refusals(asked: Mapping[str, Any], state: Any, node: int) -> Iterator[str]:
     """Yield why the requested shares could remove more than the masks of this sum.
 
-    Each client has two secrets, and this client gives one of its two shares, for every client whose shares
-    it holds. Both would remove all masks of a client's vector. So would shares of one secret for too many
+    This client gives a share of one of two secrets for every client whose shares it
+    holds. Both would unmask a client's vector. So would shares of one secret for too many
     of its neighbours. Flower's own mod does not refuse such requests.
     """
     active, lost, held = asked["active_nids"], asked["dead_nids"], sorted(state.rd_seed_share_dict)
@@ -157,7 +157,7 @@ RULES = {  # of a stage's message: its form, and what depends on the stages befo
 def weight_refusals(weighting: Weighting, sections: Iterable[str], plan: Plan, levels: int) -> Iterator[str]:
     """Yield each section in which this client's weight is above 1, or below 2 / ``levels``.
 
-    A smaller weight would not survive the quantiser, which has so many levels.
+    A smaller weight would not survive the quantiser.
     """
     for section in sections:
         if not 2 / levels <= (weight := weighting.of(section, plan)) <= 1:
@@ -171,8 +171,8 @@ def weight_refusals(weighting: Weighting, sections: Iterable[str], plan: Plan, l
 def plan_of(client: BatchNormClient, message: Message, header: Header, context: Context) -> Plan:
     """Count the samples and batches of this client's round; for an evaluation, the test samples.
 
-    The run's seed decides the batches, so they can be counted before training. All counts are 0 if the
-    client has too few samples, or if its site allows no further evaluation.
+    The run's seed decides the batches. All counts are 0 if the client has too few
+    samples, or if its site allows no further evaluation.
     """
     who = client.site.client
     if sums_evaluations(message):
@@ -199,13 +199,13 @@ def plan_of(client: BatchNormClient, message: Message, header: Header, context: 
 
 
 def kept_in(client: BatchNormClient, message: Message, header: Header) -> ClientState:
-    """Return the state before the round, to train from, or that after it, to evaluate or measure."""
+    """Return the state before the round, to train, or that after it."""
     after = sums_evaluations(message) or header.phase == Phase.MEASURE.value
     return client.store(messages.RUN.of(message.content)).read(header.round + after)
 
 
 def _summand(client: BatchNormClient, header: Header, digest: bytes, message: Message, context: Context) -> Message:
-    """Train or measure, and reply as Flower's mod expects: one vector with weight 1, and the counts."""
+    """Train or measure. Reply as Flower's mod expects: a vector with weight 1, and the counts."""
     about = our_records(message.content, ArrayRecord).get(REFERENCE)
     # the reference is not part of the instruction: the model keeps the statistics that came with its weights
     message.content.pop(OURS + REFERENCE, None)
@@ -238,7 +238,7 @@ def _summand(client: BatchNormClient, header: Header, digest: bytes, message: Me
 
 
 def _evaluated(client: BatchNormClient, header: Header, digest: bytes, message: Message, context: Context) -> Message:
-    """Evaluate, and reply as Flower's mod expects: one vector with weight 1, and the counts."""
+    """Evaluate, and reply as Flower's mod expects."""
     if not plan_of(client, message, header, context).samples:
         raise Insecure("after this sum began, this client used up its evaluations or lost test samples, so it can no longer take part")
     reply = client.evaluation(read(message, client.network, messages.TO_EVALUATE, header), Limits.of(context).min_samples)
@@ -250,7 +250,7 @@ def _evaluated(client: BatchNormClient, header: Header, digest: bytes, message: 
 
 
 def _seed_rounding(client: BatchNormClient, round: int, purpose: int) -> None:
-    """Seed the quantiser's random rounding by the run's seed, so that a run is reproducible bit for bit."""
+    """Seed the quantiser's random rounding by the run's seed."""
     rng = seeded(client.seed, client.site.client, round, ROUNDING, purpose)
     np.random.seed(int(rng.integers(2**32)))  # noqa: NPY002
 
@@ -266,7 +266,8 @@ def _vector_reply(message: Message, vector: np.ndarray, activations: Mapping[str
 def _private(parts: Sections, config: Mapping[str, Any], contributors: int) -> Sections:
     """Clip the update and the statistics, each as one vector, and add this client's share of the noise.
 
-    The shares of ``contributors`` clients, the smallest number in a sum, add up to the whole noise.
+    The shares of ``contributors`` clients, the smallest number in a sum, add up to the
+    whole noise.
     """
     noised: Sections = {section: {} for section in parts}
     for statistics, key in ((False, "dp-clip"), (True, "dp-statistics-clip")):

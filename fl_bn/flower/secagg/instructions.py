@@ -1,32 +1,34 @@
 """Hash the instructions of a client. Its masks depend on the hash, and its state keeps the earlier ones.
 
-A dishonest server could send weights of 2^53 to all clients but one. Their vectors would vanish from
-the sum by rounding, and the sum would reveal the one client's vector. With the hash in the keys, the
-masks of clients with different instructions do not cancel, and the sum consists of random numbers.
+A dishonest server could send weights of 2^53 to all clients but one. Their vectors would
+vanish from the sum by rounding, and the sum would reveal the one client's vector. With
+the hash in the keys, the masks of clients with different instructions do not cancel, and
+the sum consists of random numbers.
 
 The hash covers:
 
-* the set-up of SecAgg+: the number of clients and shares, the threshold, clipping range, levels,
-  modulus, weight, and the cohort's nodes,
+* the set-up of SecAgg+: clients, shares, threshold, clipping range, levels, modulus,
+  weight, cohort,
 * the header: method, phase, round, signature of the model, format, dtype of the payload,
-* the config: the weights of the sum, the learning rate, the clips and the noise, and undeclared fields, too,
+* the config: the weights of the sum, the learning rate, the clips and the noise, and
+  undeclared fields,
 * the instructions in the rounds that formed the clients' states,
 * all arrays: names, dtypes, shapes, bytes,
 * the run config, which decides how a client trains.
 
-Values that differ between clients even if the server is honest are left out, since they cannot make one
-client's vector stand out: ``counted`` (the last round in which the client's own reply changed the
-model), the keys and shares of its neighbours, and its own node config. False keys or shares make masks
-that do not cancel either.
+It leaves out values that differ between the clients of an honest server, and cannot make
+one vector stand out: ``counted`` (the last round in which the client's own reply changed
+the model), the keys and shares of its neighbours, and its node config. False keys or
+shares make masks that do not cancel either.
 
-A client's state, such as its BatchNorm layers under FedBN, comes from earlier rounds. In these, a
-dishonest server could have sent all clients but one an instruction that makes their later updates
-vanish. So each client stores, with its state, a hash of its instruction in every round that formed the
-state, and sends these hashes before a sum. The server combines the hashes of all clients, and sends the
-result to everyone with the model. The masks depend on it, too. A client refuses to take part if its own
-hashes are not in the result.
+A client's state, such as its BatchNorm layers under FedBN, comes from earlier rounds. In
+these, a dishonest server could have sent the others an instruction that makes their later
+updates vanish. So each client stores a hash of its instruction in every round that formed
+its state, and sends these before a sum. The server combines the hashes of all clients,
+and sends the result to everyone with the model. The masks depend on it, too. A client
+refuses to take part if its own hashes are not in the result.
 
-A client cannot check rounds in which it took no part. A site may limit their number
+A client cannot check rounds in which it took no part; a site may limit their number
 (``max-unknown-rounds``).
 """
 
@@ -59,7 +61,7 @@ History = dict[int, bytes]
 def instruction_digest(message: Message, run_config: Mapping[str, Any], state: Any) -> bytes:
     """Hash this client's instruction to send a masked vector: 32 bytes, equal for equal instructions.
 
-    ``state`` is that of SecAgg+, with the fields ``SET_UP``. An unreadable array raises ``WireError``.
+    ``state`` is that of SecAgg+. An unreadable array raises ``WireError``.
     """
     return _digest([_text({name: getattr(state, name) for name in SET_UP}), *_parts(message, run_config, PER_CLIENT)])
 
@@ -67,8 +69,8 @@ def instruction_digest(message: Message, run_config: Mapping[str, Any], state: A
 def training_digest(message: Message, run_config: Mapping[str, Any]) -> bytes:
     """Hash the part of a training instruction that decides the client's state at the end of the round.
 
-    Fields of a single attempt at the secure sum, such as its weights, are left out. If a client is
-    lost, the sum is tried again with other values of these, and the clients' states stay the same.
+    Fields of a single attempt at the sum, such as its weights, are left out: if a client
+    is lost, the sum is tried again with other values.
     """
     return _digest(_parts(message, run_config, OF_ONE_SUM))
 
@@ -99,12 +101,12 @@ def _text(values: Mapping[str, Any]) -> bytes:
 
 
 def _written(value: Any) -> dict[str, str]:
-    """Return {type name: text} for a value that JSON cannot represent. Different values differ in text."""
+    """Return {type name: text} for a value that JSON lacks. Different values differ in text."""
     return {type(value).__name__: value.hex() if isinstance(value, bytes) else repr(value)}
 
 
 def history_of(kept: ClientState) -> History:
-    """Return the hash of each round's instruction, as stored in a client's state."""
+    """Return the hashes of each round's instruction in a client's state."""
     tensors = kept.get(SECTION) or {"rounds": torch.empty(0), "hashes": torch.empty(0)}
     return {int(round): bytes(row.tolist()) for round, row in zip(tensors["rounds"].tolist(), tensors["hashes"], strict=True)}
 
@@ -112,8 +114,8 @@ def history_of(kept: ClientState) -> History:
 def with_history(digest: bytes, keeps: ClientState, before: ClientState, round: int) -> Sections:
     """Return what a client stores after a ``round`` with a secure sum: its own tensors, and the history.
 
-    If the new tensors are not finite, the client keeps the old ones, but its history has this round all
-    the same. Otherwise the history would tell the server that they were not finite.
+    If the new tensors are not finite, the client keeps the old ones. Its history has this
+    round all the same, since otherwise it would tell the server of it.
     """
     if keeps.round == round and not keeps.sections:
         return {}
@@ -123,13 +125,13 @@ def with_history(digest: bytes, keeps: ClientState, before: ClientState, round: 
 
 
 def to_config(history: History) -> dict[str, list[int] | bytes]:
-    """Return the fields of a message that hold ``history``; an empty one has none."""
+    """Return the fields of a message that hold ``history``, if it is not empty."""
     rounds = sorted(history)
     return {HISTORY_ROUNDS: rounds, HISTORY_HASHES: b"".join(history[round] for round in rounds)} if rounds else {}
 
 
 def from_config(record: Mapping[str, object] | None, form: Form, last: int) -> History:
-    """Read a history, with rounds up to ``last``, from a message's record, or raise ``WireError``."""
+    """Read a history, with rounds up to ``last``, from a record, or raise ``WireError``."""
     values = form.read({} if record is None else dict(record))
     rounds, hashes = values.get(HISTORY_ROUNDS, []), values.get(HISTORY_HASHES, b"")
     if len(set(rounds)) != len(rounds) or not all(1 <= round <= last for round in rounds):
@@ -143,10 +145,9 @@ def from_config(record: Mapping[str, object] | None, form: Form, last: int) -> H
 def put_together(histories: Mapping[int, History]) -> tuple[History, dict[int, int]]:
     """Combine the histories of all clients.
 
-    Returns:
-        For each round, the hash that most clients have. And for each client, the first round in which
-        it has another hash. If the two most frequent hashes of a round are equally frequent, the first
-        part lacks the round, and the second has all clients that reported a hash of it.
+    Return each round's most frequent hash, and for each client the first round in which
+    it has another one. If two hashes of a round are equally frequent, the first part
+    lacks the round, and the second has all clients that reported a hash of it.
     """
     together: History = {}
     at_odds: dict[int, int] = {}
@@ -160,10 +161,10 @@ def put_together(histories: Mapping[int, History]) -> tuple[History, dict[int, i
 
 
 def problem(kept: ClientState, together: History, most_unknown: int | None = None) -> str:
-    """Return why a client must not take part in a secure sum. Empty: the client may take part.
+    """Return why a client must not take part in a secure sum. Empty: it may.
 
-    ``most_unknown`` is the largest allowed number of rounds that are in the combined history, but not
-    in this client's own, because it took no part in them. None: any number.
+    Up to ``most_unknown`` rounds of the combined history may be without this client.
+    None: any number.
     """
     own = history_of(kept)
     if kept.sections and kept.round not in own:

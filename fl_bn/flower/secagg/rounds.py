@@ -1,4 +1,4 @@
-"""Run rounds, statistics exchanges and evaluations in which the server sees only sums over clients."""
+"""Run rounds and evaluations in which the server sees only sums over clients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REPEATS = 6  # the most exchanges for one measurement, if the reference is far f
 
 
 def check_secure(settings: SecureAggregation, method: Method, rounds: ServerPolicy, defence: Defence) -> None:
-    """Raise ``ValueError`` unless method, settings for rounds and defence work with secure sums."""
+    """Raise ``ValueError`` unless the arguments work with secure sums."""
     settings.check(max(rounds.min_cohort, round_half_up(rounds.fraction * rounds.clients)))
     settings.check(rounds.clients)
     masked = "secure aggregation hides each client's values"
@@ -63,8 +63,7 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: ServerPoli
 class SecureRounds:
     """Run secure sums for one run, if method, settings and defence work with them (``check_secure``).
 
-    ``accountant`` counts the privacy budget. ``note`` records the clients in a sum, and whether it is of
-    evaluations.
+    ``accountant`` counts the privacy budget. ``note`` records the clients in a sum.
     """
 
     def __init__(self, settings: SecureAggregation, server: Server, note: Note = lambda parts, evaluates: None) -> None:
@@ -78,12 +77,14 @@ class SecureRounds:
     ) -> tuple[list[Reply], dict[int, str]]:
         """Measure the statistics of all clients together in a statistics-only exchange, and store them.
 
-        Clients report deviations from a reference, the shared statistics. If it is too far from the
-        data, the exchange is repeated with the measured statistics as reference, up to ``REPEATS``
-        times; under differential privacy it is not, since each exchange costs budget. In all
-        repetitions clients normalise with the statistics in ``messages``.
+        Clients report deviations from a reference, the shared statistics. If it is too
+        far from the data, the exchange is repeated with the measured statistics as
+        reference, up to ``REPEATS`` times; not under differential privacy, where each
+        exchange costs budget. Clients always normalise with the statistics in
+        ``messages``.
 
-        Return each client's reply with its counts alone, and why clients are not in the sum.
+        Return each client's reply with its counts alone, and why clients are not in the
+        sum.
         """
         shared, before, messages = self.shared, self.shared.statistics(), list(messages)
         reference, limit = references(shared.sections().get("statistics", {})), self.settings.clipping_range
@@ -112,8 +113,8 @@ class SecureRounds:
     def train(self, grid: Grid, messages: Iterable[Message], cohort: Sequence[Client], timeout: float) -> tuple[bool, list[Reply]]:
         """Train for one round. Return whether the model changed, and each client's counts as a reply.
 
-        The server knows the cohort's mean loss alone, so the record has it as every client's loss.
-        Under differential privacy the loss is NaN, because the budget does not include it.
+        The server knows the mean loss alone, which is recorded for every client. Under
+        differential privacy it is NaN, because the budget does not include it.
         """
         shared, server, record, messages = self.shared, self.server, self.server.record, list(messages)
         phase, who, parts = Phase(record.phase), [client.index for client in cohort], list[Reply]()
@@ -154,8 +155,8 @@ class SecureRounds:
     ) -> tuple[dict[str, float], dict[int, str]]:
         """Return the mean loss and task metric over the clients, and why clients are not in the means.
 
-        Each client counts once. There are no means if the sum fails, or under differential privacy,
-        whose budget includes no evaluations.
+        Each client counts once. There are no means if the sum fails, or under
+        differential privacy, whose budget includes no evaluations.
         """
         messages, shapes = list(messages), sums.evaluation_layout(task)
         if self.settings.privacy is not None:
@@ -170,7 +171,7 @@ class SecureRounds:
         return sums.evaluation_means(from_vector(total.mean, shapes), task, self.settings.clipping_range), total.refused
 
     def _sum(self, grid: Grid, messages: Sequence[Message], cohort: Sequence[Client], timeout: float, phase: Phase) -> tuple[Sum, Sections]:
-        """Compute a secure sum, and the weighted averages in it, by section and name, see ``sums``."""
+        """Compute a secure sum, and its weighted averages by section and name."""
         rounds, privacy = self.rounds, self.settings.privacy
         loss = phase is not Phase.MEASURE and privacy is None
         shapes: Layout = sums.layout(self.shared.expected(phase, rounds.update), loss=loss, cut=privacy is None)
@@ -205,7 +206,7 @@ class SecureRounds:
         return moments
 
     def _imprecise(self, total: Sum, average: Sections, moments: Mapping[str, Moments], reference: Mapping[str, Running]) -> str:
-        """Return why measured statistics should be measured once more. Empty if they are precise enough."""
+        """Return why the statistics should be measured again, if they should."""
         if cut := _clients(total, average, "statistics", self.settings.clipping_range):
             return f"{cut} of {len(total.plans)} clients had to cut their statistics to the quantiser's range"
         limit = self.settings.clipping_range
@@ -215,10 +216,9 @@ class SecureRounds:
         return f"the variance of {far} channels is inexact, since the reference is far from the data" if far else ""
 
     def _combined(self, total: Sum, moments: Mapping[str, Moments], pace: float) -> dict[str, Running]:
-        """Return the shared statistics after the round, by layer.
+        """Return the shared statistics after the round, by layer, as if one client had reported ``moments``.
 
-        The method combines them as if one client had reported ``moments``. A layer with fewer than two
-        activations keeps its own.
+        A layer with fewer than two activations keeps its own.
         """
         shared, method = self.shared.statistics(), self.shared.method
         new, by_passes = dict(shared), method.report is not StatisticsReport.RUNNING
@@ -234,29 +234,29 @@ class SecureRounds:
 
 
 def _reasons(error: Exception, clients: Sequence[Client]) -> dict[int, str]:
-    """Return why each client is not in the sum that failed: its own reason, or else the error's."""
+    """Return why each client is not in the failed sum: its own reason, or the error's."""
     refused = getattr(error, "refused", {})
     return {client.index: refused.get(client.index, str(error)) for client in clients}
 
 
 def _entries(total: Sum, loss: float = math.nan) -> list[Reply]:
-    """Return the clients' entries for the round's record: counts, and a masked vector's size (int64)."""
+    """Return the clients' entries for the record: counts, and a masked vector's size (int64)."""
     masked = {"masked": {"vector": torch.zeros((), dtype=torch.int64).expand(total.mean.size)}}
     plans = total.plans.items()
     return [Reply(i, masked, plan.samples, plan.samples, {"steps": float(plan.steps), "loss": loss}) for i, plan in plans]
 
 
 def _clients(total: Sum, average: Sections, key: str, limit: float) -> int:
-    """Return, from the sum of flags, how many clients cut off values of ``statistics`` or ``update``."""
+    """Return how many clients cut off values of ``key``, from the sum of flags."""
     return round(float(average["cut"][key][0]) / limit * len(total.plans))
 
 
 def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], limit: float) -> dict[str, Moments]:
     """Return ``moments`` as the next reference, with larger variances where channels were cut off.
 
-    A mean that was cut off shows the direction of the data, but neither their distance nor their
-    spread. So the new standard deviation is at least ``limit ** 2`` times the old one. If it is too
-    large, the next measurement corrects it.
+    A mean that was cut off shows the direction of the data, but not their distance. So
+    the new standard deviation is at least ``limit ** 2`` times the old one; the next
+    measurement corrects it.
     """
     wide = {}
     for layer, m in moments.items():
@@ -267,7 +267,7 @@ def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], l
 
 
 def _arrays(moments: Mapping[str, Moments], reference: Mapping[str, Running]) -> ArrayRecord:
-    """Return ``moments`` as a reference, in float32. A layer that did not run keeps the old one."""
+    """Return ``moments`` as a reference, in float32. A layer that did not run keeps its own."""
     running = {layer: Running(m.mean, m.var) if m.count else reference[layer] for layer, m in moments.items()}
     named = {
         tensor_name(k, key): getattr(r, key.removeprefix("running_")) for k, r in running.items() for key in ("running_mean", "running_var")

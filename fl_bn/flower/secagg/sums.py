@@ -3,17 +3,19 @@
 The vector (d,) holds these parts in the order of ``layout``:
 
 * the weights minus those that were sent, or the gradients,
-* the statistics as standardised deviations from a reference that all clients know (``secure.additive``),
+* the statistics as standardised deviations from a reference that all clients know
+  (``secure.additive``),
 * the training loss,
-* two flags: whether statistics, and whether values of the update, were cut off to fit the quantiser.
+* two flags: whether statistics, and whether values of the update, were cut off to fit the
+  quantiser.
 
-The vector travels without names. Both sides derive the layout from model, method and phase.
+It travels without names: both sides derive the layout from model, method and phase.
 
-In a sum of evaluations, the vector holds the client's loss and the task's own metric, scaled to the
-range that the task declares for them. An open end of a range is ``-LOSS_RANGE`` or ``LOSS_RANGE``.
-Values outside are cut off. The server learns the means, to which each client counts once. Other figures
-are not reported: with three clients, mean and standard deviation nearly reveal each client's number,
-and the accuracy of a class may come from few samples.
+In a sum of evaluations, the vector holds the client's loss and the task's own metric,
+scaled to the declared ranges. An open end of a range is ``-LOSS_RANGE`` or
+``LOSS_RANGE``; values outside are cut off. The server learns the means, to which each
+client counts once. Other figures are not reported: with three clients, mean and standard
+deviation nearly reveal each client's number.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class Plan:
 
     Attributes:
         samples: the number of different samples. 0: the client takes no part.
-        passes: the number of samples behind its statistics. A sample that is used twice counts twice.
+        passes: the number of samples behind its statistics. A sample that is used twice
+            counts twice.
         steps: the number of batches.
     """
 
@@ -58,8 +61,8 @@ class Plan:
 class Weighting:
     """Hold, for each part of the vector, the number of samples at which a client's weight is 1.
 
-    It is the largest number of a client in the cohort. A client's weight is its own number divided by
-    it, so no weight is above 1. 0 means that all have weight 1, as updates and statistics do with
+    It is the largest number of a client in the cohort, by which each client's own is
+    divided. 0 means that all have weight 1, as updates and statistics do with
     differential privacy. Moments are weighted by ``Plan.passes``.
     """
 
@@ -79,7 +82,7 @@ class Weighting:
 
 
 def layout(expected: Schema, loss: bool, cut: bool = True) -> Layout:
-    """Return the shapes of all summed values: a plain reply's but counts, and if asked loss and flags."""
+    """Return the shapes of all summed values: a plain reply's but counts, loss and flags."""
     numbers: Layout = {"loss": {"loss": (1,)}} if loss else {}
     numbers |= {"cut": {"statistics": (1,), "update": (1,)}} if cut else {}
     tensors = {
@@ -90,7 +93,7 @@ def layout(expected: Schema, loss: bool, cut: bool = True) -> Layout:
 
 
 def releases(shapes: Layout) -> int:
-    """Return the number of vectors in a sum that get noise of their own: the update and the statistics."""
+    """Return how many vectors in a sum get noise of their own: update and statistics."""
     return len({"statistics" if section in STATISTICS else "update" for section in shapes})
 
 
@@ -108,10 +111,10 @@ def references(tensors: Named) -> dict[str, Running]:
 def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], limit: float) -> tuple[Sections, dict[str, int]]:
     """Convert a client's reply to values that can be summed, with ``limit`` as the quantiser's range.
 
-    Returns:
-        In float64 by section of ``layout`` and name: differences from the ``weights`` that were sent,
-        gradients, deviations of the statistics from ``reference``. And each layer's number of channels
-        whose statistics were cut off to fit the range. A value that is not finite raises ``WireError``.
+    Return, in float64 by section of ``layout`` and name, differences from the ``weights``
+    that were sent, gradients, and deviations of the statistics from ``reference``. And
+    each layer's number of channels whose statistics were cut off. A value that is not
+    finite raises ``WireError``.
     """
     parts: Sections = {}
     cut: dict[str, int] = {}
@@ -136,7 +139,7 @@ def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], 
 
 
 def activations(reply: Sections, plan: Plan) -> dict[str, int]:
-    """Return each layer's number of activations per channel and sample; 0: it did not run."""
+    """Return each layer's activations per channel and sample; 0: it did not run."""
     per_sample: dict[str, int] = {}
     for layer, moments in decode_moments(reply.get("moments", {})).items():
         per_sample[layer], rest = divmod(moments.count, max(plan.passes, 1))
@@ -149,7 +152,7 @@ def activations(reply: Sections, plan: Plan) -> dict[str, int]:
 def flags(loss: float, weight: float, statistics: bool, update: bool, limit: float) -> Sections:
     """Return the numbers that each client adds to a sum beside its tensors, scaled to the quantiser's range.
 
-    They are the loss times the ``weight``, and two flags: whether statistics, or values of the update,
+    They are the loss times the ``weight``, and whether statistics or values of the update
     were cut off.
     """
     share = torch.tensor([min(loss / LOSS_RANGE, 1.0) * limit * weight])
@@ -158,12 +161,12 @@ def flags(loss: float, weight: float, statistics: bool, update: bool, limit: flo
 
 
 def evaluation_layout(task: type[Task] | Task) -> Layout:
-    """Return the shapes of the values in a secure sum of evaluations, by section and name."""
+    """Return the shapes of a secure sum of evaluations, by section and name."""
     return {EVALUATION: {LOSS: (1,), task.metric: (1,)}}
 
 
 def evaluation_parts(metrics: Mapping[str, float], task: Task, limit: float) -> Sections:
-    """Scale a client's metrics to the quantiser's range, by section, or raise ``ValueError`` for NaN."""
+    """Scale a client's metrics to the quantiser's range. NaN raises ``ValueError``."""
     shares = {}
     for name in (LOSS, task.metric):
         if math.isnan(value := metrics[name]):
@@ -174,7 +177,7 @@ def evaluation_parts(metrics: Mapping[str, float], task: Task, limit: float) -> 
 
 
 def evaluation_means(average: Sections, task: Task, limit: float) -> dict[str, float]:
-    """Convert an average over clients back to metrics, and cut off what is out of range by rounding."""
+    """Convert an average over clients back to metrics, within their declared ranges."""
     values = {}
     for name, mean in average[EVALUATION].items():
         low, high = _range(name, task)
@@ -201,7 +204,7 @@ def from_vector(vector: np.ndarray, shapes: Layout) -> Sections:
 
 
 def update_of(average: Sections, weights: Named) -> Sections:
-    """Return the averaged differences from the ``weights`` that were sent, or gradients, in float64."""
+    """Return the averaged updates in float64: differences from ``weights``, or gradients."""
     if "weights" in average:
         return {"weights": {name: weights[name].double() + difference for name, difference in average["weights"].items()}}
     return {"gradients": dict(average["gradients"])} if "gradients" in average else {}
@@ -212,9 +215,9 @@ def moments_of(
 ) -> tuple[dict[str, Moments], int]:
     """Compute the moments of all clients together from an average of deviations from ``reference``.
 
-    Their counts are ``counts`` in layers whose clients send moments, and ``samples`` in those whose
-    clients send running statistics. Return the moments by layer, and the number of channels whose
-    variance was negative and was set to 0.
+    Their counts are ``counts`` where clients send moments, and ``samples`` where they
+    send running statistics. Return the moments by layer, and the number of channels whose
+    variance was negative (now 0).
     """
     merged: dict[str, Moments] = {}
     negative = 0

@@ -1,16 +1,15 @@
 """Run the server's half of secure aggregation: the four stages of SecAgg+ with Flower's mod at the clients.
 
-A sum takes four messages per client. ``setup`` collects keys and the client's counts. ``share_keys`` gives
-shares of each client's secrets to its neighbours. ``collect_masked_vectors`` sends the model and collects
-the vectors. ``unmask`` removes the masks from the sum. If a client is lost in the first two stages, the
-others begin again without it. If it is lost later, the others' shares remove its masks from the sum. With
-shares from fewer than ``threshold`` clients, nothing is revealed.
+``setup`` collects keys and the client's counts. ``share_keys`` gives shares of each
+client's secrets to its neighbours. ``collect_masked_vectors`` sends the model and
+collects the vectors. ``unmask`` removes the masks from the sum. If a client is lost in
+the first two stages, the others begin again without it. If it is lost later, the others'
+shares remove its masks. With shares from fewer than ``threshold`` clients, nothing is
+revealed.
 
-Forms (``messages``) declare each field of a reply. This file checks what depends on the stage before, on
-the other clients, or on the size of the model.
-
-The server learns the sum of the vectors, and each client's counts. The protocol protects against a curious
-server, but not against one that invents clients, nor a sum against a client that lies.
+The server learns the sum of the vectors, and each client's counts. The protocol protects
+against a curious server, but not against one that invents clients, nor a sum against a
+client that lies.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ DO_NOT_FIT = (ValueError, TypeError, LookupError, ArithmeticError)  # errors of 
 
 
 class SumFailed(Exception):
-    """Signal that a secure sum failed for a ``reason``, and say why clients are ``refused``, by index."""
+    """Signal why a secure sum failed, and why clients are ``refused``, by index."""
 
     def __init__(self, reason: str, refused: Mapping[int, str]) -> None:
         self.refused = dict(refused)
@@ -63,10 +62,10 @@ class Sum:
 
     Attributes:
         mean: the mean of the clients' weighted vectors, (d,), float64.
-        plans: the counts of each client in the sum, by client index.
-        activations: the number of activations per sample, by layer, the same at all clients.
-        weighting: the counts (of samples) at which a client's weight in the sum is 1.
-        refused: the reasons why other clients are not in the sum, by client index.
+        activations: the number of activations per sample, by layer, the same at all
+            clients.
+        weighting: the counts (of samples) at which a client's weight is 1.
+        refused: why other clients are not in the sum, by client index.
     """
 
     mean: np.ndarray
@@ -76,7 +75,7 @@ class Sum:
     refused: dict[int, str]
 
     def weights(self, section: str) -> list[float]:
-        """Return the clients' weights in ``section``. ``mean`` over their mean is the weighted average."""
+        """Return the clients' weights in ``section``, by whose mean ``mean`` is divided."""
         return [self.weighting.of(section, plan) for plan in self.plans.values()]
 
 
@@ -85,8 +84,8 @@ class Masked:
     """Hold what a client sent of its vector.
 
     Attributes:
-        arrays: Flower's number of levels of the client's weight (1,), which shows whether masks
-            cancelled, and the vector (d,). Both are masked, int64.
+        arrays: the client's weight in levels (1,), which shows whether masks cancelled,
+            and the vector (d,). Both are masked, int64.
         activations: its number of activations per sample, by layer.
     """
 
@@ -103,14 +102,8 @@ class SecureSum:
         timeout: how many seconds to wait for the replies of a stage.
         shapes: the layout of a client's vector.
         phase: the phase of the round. None: clients evaluate.
-        once: whether a client's statistics come from a single batch or pass, so that its count ``passes``
-            is limited to its number of samples.
-
-    Attributes:
-        refused: the reasons why clients are refused, by client index.
-        plans: the clients' counts for this round, by node.
-        histories: the hashes of earlier instructions that each node's client reports.
-        neighbours: for each node, the nodes that hold shares of its secrets, itself among them.
+        once: whether statistics come from one batch or pass, so that ``passes`` is at
+            most ``samples``.
     """
 
     def __init__(
@@ -163,7 +156,7 @@ class SecureSum:
     # the four stages
 
     def _setup(self, nodes: list[int]) -> dict[int, list[bytes]]:
-        """Choose each node's neighbours, and collect each client's two public keys, counts and history."""
+        """Choose each node's neighbours, and collect the clients' public keys, counts and histories."""
         shares, ring = self.settings.shares_of(len(nodes)), list(nodes)
         random.shuffle(ring)
         around = range(-(shares // 2), shares // 2 + 1)
@@ -207,7 +200,7 @@ class SecureSum:
         return [pair["pk1"], pair["pk2"]]
 
     def _share_keys(self, keys: Mapping[int, list[bytes]]) -> dict[int, dict[int, bytes]]:
-        """Send each client its neighbours' keys. Return the shares of its secrets, by node and receiver."""
+        """Send each client its neighbours' keys. Return the shares by node and receiver."""
         requests = {node: {str(other): keys[other] for other in around} for node, around in self.neighbours.items()}
 
         def read(node: int, content: RecordDict) -> dict[int, bytes]:
@@ -217,7 +210,7 @@ class SecureSum:
         return self._ask(Stage.SHARE_KEYS, requests, read)
 
     def _weigh(self, nodes: Sequence[int]) -> Weighting:
-        """Choose the weights of this sum, and add them and the combined history to all instructions."""
+        """Choose the weights, and add them and the combined history to all instructions."""
         plans, together = [self.plans[node] for node in nodes], put_together({node: self.histories[node] for node in nodes})[0]
         most, passes = max(p.samples for p in plans), max(p.passes if "moments" in self.shapes else p.samples for p in plans)
         by_samples = self.exact and self.policy.client_weights == "samples"
@@ -230,9 +223,9 @@ class SecureSum:
     def _collect(self, nodes: Sequence[int], sealed: Mapping[int, Mapping[int, bytes]]) -> tuple[dict[int, Masked], str]:
         """Send the instructions, and return the masked vectors and the hash of the instruction.
 
-        Vectors of clients with another instruction than most are left out, since their masks would not
-        cancel. So are those of clients whose inputs have another size: samples do not weigh their
-        statistics.
+        Clients with another instruction than most are left out, since their masks would
+        not cancel. So are those whose inputs have another size: samples do not weigh
+        their statistics.
         """
         sources = {node: [other for other in nodes if node in sealed[other]] for node in nodes}
         requests = {n: {"srcs": of, "ctxts": [sealed[other][n] for other in of]} for n, of in sources.items()}
@@ -263,8 +256,8 @@ class SecureSum:
     def _unmask(self, keys: Mapping[int, list[bytes]], masked: Mapping[int, Masked], threshold: int, digest: str) -> np.ndarray:
         """Ask for shares of secrets, remove the masks from the sum, and return the mean of the vectors.
 
-        Of a client in the sum, the secret is the seed of its private mask. Of a lost one, it is the key
-        of the masks that it shares with its neighbours.
+        Of a client in the sum, the secret is the seed of its private mask; of a lost one,
+        the key of the masks that it shares with its neighbours.
         """
         active = masked.keys()
         around = {node: self.neighbours[node] for node in active}
@@ -297,11 +290,11 @@ class SecureSum:
         return np.asarray(mean)
 
     def _unmasked(self, whole: int, clients: int) -> bool:
-        """Return whether the masks have cancelled: ``whole`` sums the clients' weights of 1, as levels."""
+        """Return whether the masks have cancelled: ``whole`` sums the weights of 1, as levels."""
         return whole == clients * self.levels
 
     def _seeds(self, node: int, secret: bytes, active: set[int], keys: Mapping[int, list[bytes]]) -> list[tuple[bytes, int]]:
-        """Return the seeds of the masks that ``secret`` removes from the sum, each with its sign."""
+        """Return the seeds of the masks that ``secret`` removes from the sum, with their signs."""
         if node in active:
             return [(secret, -1)]
         private, public = server_half.bytes_to_private_key(secret), server_half.bytes_to_public_key
@@ -310,7 +303,7 @@ class SecureSum:
     # one stage
 
     def _ask(self, stage: str, requests: Mapping[int, Mapping[str, object]], read: Callable[[int, RecordDict], T]) -> dict[int, T]:
-        """Send each node its request of a ``stage``. Return what ``read`` makes of the replies, by node."""
+        """Send requests of a ``stage``. Return what ``read`` makes of the replies, by node."""
         sent, answers = [], dict[int, T]()
         for node, request in requests.items():
             m = self.instructions[node]

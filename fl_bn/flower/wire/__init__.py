@@ -1,1 +1,1 @@
-"""Encode, check, send and receive Flower's messages. All of a client's app pass through ``gate``."""
+"""Encode, check, send and receive Flower's messages."""

@@ -1,7 +1,7 @@
 """Convert fl-bn's records to Flower's and back: arrays by name, the header, and the run's id.
 
-Other code uses ``{section: {name: array}}``. In a message each section is an ``ArrayRecord`` with the
-arrays by name, and a record ``header`` says what the message is for. ``messages`` declares all others.
+Other code uses ``{section: {name: array}}``. In a message each section is an
+``ArrayRecord``, and a record ``header`` says what the message is for.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ OURS = "fl-bn/"
 def records_of(content: RecordDict, kind: type[R]) -> dict[str, R]:
     """Return all records of the type ``kind`` (such as ``ArrayRecord``), by name.
 
-    Flower's own properties (``array_records`` ...) create reference cycles, which keep a reply's arrays
-    in memory until the garbage collector runs.
+    Flower's own properties create reference cycles, which delay the freeing of a reply's
+    arrays.
     """
     return {name: record for name, record in content.items() if isinstance(record, kind)}
 
@@ -54,18 +54,18 @@ def their_records(content: RecordDict, kind: type[R]) -> dict[str, R]:
 
 
 def config_of(content: RecordDict, name: str = f"{OURS}config") -> dict[str, Any]:
-    """Return the fields of a config record, by default fl-bn's, in a message; empty if there is none."""
+    """Return the fields of a message's config record, by default fl-bn's; empty if there is none."""
     return dict(records_of(content, ConfigRecord).get(name, ConfigRecord()))
 
 
 def add_to_config(content: RecordDict, values: Mapping[str, Any]) -> None:
-    """Put ``values`` into fl-bn's config of a message, but not of other messages with the same config."""
+    """Put ``values`` into fl-bn's config of a message, but not of others with the same config."""
     content[f"{OURS}config"] = ConfigRecord({**config_of(content), **values})
 
 
 @dataclass(frozen=True)
 class Form(fields.Form):
-    """Declare a message's record, find it by its name, which begins with ``prefix``, and read it."""
+    """Declare a message's record, find it by its name, and read it."""
 
     prefix: str = OURS
 
@@ -75,7 +75,7 @@ class Form(fields.Form):
         return self.prefix + self.record
 
     def of(self, content: RecordDict) -> Values:
-        """Read this record, or raise ``WireError`` if it, or a field, is missing or not as declared."""
+        """Read this record. ``WireError``: it is missing, or a field is not as declared."""
         record: Any = content.get(self.name)
         return self.read(None if isinstance(record, ArrayRecord) else record)
 
@@ -93,11 +93,9 @@ HEADER = Form(
 
 @dataclass(frozen=True)
 class Header:
-    """Describe what the arrays of a message are for. A reply repeats the header of its instruction.
+    """Describe a message's arrays. A reply repeats the header, whose ``signature`` is of model and method.
 
-    Attributes:
-        round: the round's number. 0: before round 1.
-        signature: a hash of the model's tensors and the method.
+    ``round`` 0: before round 1.
     """
 
     method: str
@@ -113,12 +111,12 @@ class Header:
 
 
 def header_for(shared: SharedModel, round: int, phase: Phase) -> Header:
-    """Return the header of a message in ``round``, with the method and signature of ``shared``."""
+    """Return the header of a message in ``round``, by the method and model of ``shared``."""
     return Header(shared.method.name, phase.value, round, shared.signature)
 
 
 class LazyArray(Array):
-    """Hold an array that changes no more, and encode it only when its bytes are read: not in one process."""
+    """Hold an array that never changes, encoded only when its bytes are read."""
 
     array: np.ndarray
 
@@ -164,7 +162,7 @@ def to_records(payload: Payload, header: Header) -> RecordDict:
 
 
 def from_records(content: RecordDict) -> tuple[Payload, Header]:
-    """Return payload and header of a message, or raise ``WireError`` if one of them cannot be read."""
+    """Return payload and header of a message, or raise ``WireError``."""
     header = header_of(content)
     return payload_of(content), header
 
@@ -180,7 +178,7 @@ def arrays_in(record: ArrayRecord, section: str) -> dict[str, np.ndarray]:
 
 
 def header_of(content: RecordDict) -> Header:
-    """Return the header of a message, or raise ``WireError`` if a field is not as expected."""
+    """Return a message's header. ``WireError``: a field is not as expected."""
     return Header(**HEADER.of(content))
 
 
@@ -201,7 +199,7 @@ def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
 
 @lru_cache(maxsize=1024)
 def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Read shape, order, dtype and the head's bytes of an array in version 1.0 of NumPy's format."""
+    """Read shape, order, dtype and the head's length of an array in .npy format 1.0."""
     stream = io.BytesIO(head)
     version = np.lib.format.read_magic(stream)
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream, max_header_size=LONGEST_HEAD)
@@ -213,7 +211,7 @@ def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
 
 
 def decoded(array: Array, section: str, name: str = "") -> np.ndarray:
-    """Return the values of ``array``, read-only and without a copy, or raise ``WireError``."""
+    """Return the values of ``array``, read-only and uncopied, or raise ``WireError``."""
     if isinstance(array, LazyArray):
         return array.array
     return array_from(array.data if array.stype == NUMPY else b"", section, name)
@@ -243,12 +241,12 @@ class RunId:
     """Identify a run, and list how often it was resumed and from which rounds.
 
     Attributes:
-        run: the run's unique name NAME/state-XXXXXXXX: the name of its folder, and eight random
-            hexadecimal digits.
-        resumes: a random token, and the round of the checkpoint to which the run went back, for each
-            resume in order of time.
-        durable: the earliest round to which a later resume can go back. So a client needs only the
-            newest of its states up to this round.
+        run: the run's unique name FOLDER/state-XXXXXXXX, with eight random hexadecimal
+            digits.
+        resumes: a random token, and the round of the checkpoint, for each resume in order
+            of time.
+        durable: the earliest round to which a later resume can go back. A client needs
+            only the newest of its states up to this round.
     """
 
     run: str
@@ -257,41 +255,41 @@ class RunId:
 
     @classmethod
     def new(cls, name: str) -> RunId:
-        """Return the id of a new run in the folder ``name``, or ``run`` if no folder can have that name."""
+        """Return the id of a new run in the folder ``name``, else ``run`` if that is no name."""
         run = f"{name}/state-{secrets.token_hex(4)}"
         return cls(run if NAME.fullmatch(run) else f"run/state-{secrets.token_hex(4)}")
 
     @property
     def attempt(self) -> str:
-        """Return the token of the last resume, which clients store with their states, else ``0``."""
+        """Return the last resume's token, which clients store with their states, else ``0``."""
         return self.resumes[-1][0] if self.resumes else FIRST
 
     @property
     def attempts(self) -> list[str]:
-        """Return ``0``, the token of the start, and the tokens of all resumes in order of time."""
+        """Return ``0``, the token of the start, and those of all resumes in order of time."""
         return [FIRST, *(token for token, _ in self.resumes)]
 
     def resumed(self, round: int) -> RunId:
         """Return the id of this run when it is resumed after ``round``.
 
-        Every resume gets a random token. So after a second resume from one checkpoint, clients ignore
-        the states that they stored after the first.
+        Every resume gets a random token, so clients ignore the states of another resume
+        from that checkpoint.
         """
         return replace(self, resumes=(*self.resumes, (secrets.token_hex(4), round)))
 
     def counts(self, round: int, attempt: str) -> bool:
-        """Return whether a state of ``round``, stored after the resume ``attempt``, still counts."""
+        """Return whether a state of ``round``, stored after the resume ``attempt``, counts."""
         if attempt not in self.attempts:
             return False
         return all(round <= resumed for _, resumed in self.resumes[self.attempts.index(attempt) :])
 
     def to_config(self) -> dict[str, str | int]:
-        """Return this id as fields of a message's config, without empty ones, on which Flower fails."""
+        """Return this id as fields of a config, without empty ones, on which Flower fails."""
         resumes = ",".join(f"{token}:{round}" for token, round in self.resumes)
         return {"run": self.run, **({"resumes": resumes} if resumes else {}), "durable": self.durable}
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> RunId:
-        """Read the id from a message's checked config. Its ``run`` is empty if the config names none."""
+        """Read the id from a checked config. Its ``run`` is empty if the config names none."""
         resumes = tuple((token, int(round)) for token, round in RESUME.findall(config.get("resumes", "")))
         return cls(config.get("run", ""), resumes, config.get("durable", 0))

@@ -1,18 +1,19 @@
 """Check every message to a client's app before a handler answers it, and every reply before it is sent.
 
-The gate is a Flower mod (``Gate``) around all handlers of an app, so every reply passes through it. It
-knows the kinds of messages, the site's policy, and how often this client has evaluated. It refuses messages
-of unknown kinds. For a new handler, declare here what its replies may hold.
+The gate is a Flower mod (``Gate``) around all handlers of an app. It knows the kinds of
+messages, the site's policy, and how often this client has evaluated. For a new handler,
+declare here what its replies may hold.
 
-``secure-aggregation`` in the node config or the run config means that this client sends no summary of
-its data unmasked. It introduces itself, reports its number of samples, saves its model, and takes part
-in secure sums. It refuses everything else. Whether such a client fails, and with which error, may
-depend on its data: weights may overflow for some samples only. So it reports a failure without a
-reason. After ``MOST_FAILURES`` failures it takes part in no further secure sum of the run.
+``secure-aggregation`` in the node config or the run config means that this client sends
+no summary of its data unmasked. It introduces itself, reports its number of samples,
+saves its model, takes part in secure sums, and refuses everything else. Whether such a
+client fails, and with which error, may depend on its data, so it reports a failure
+without a reason. After ``MOST_FAILURES`` failures it takes part in no further secure sum
+of the run.
 
-A server that chooses the weights can make the accuracy answer any yes-or-no question about the samples.
-So ``max-evaluations`` limits the number of evaluations in a run. ``min-samples`` is the smallest number
-of samples that a metric may summarise.
+A server that chooses the weights can make the accuracy answer any yes-or-no question
+about the samples. So ``max-evaluations`` limits the number of evaluations in a run.
+``min-samples`` is the smallest number of samples that a metric may summarise.
 """
 
 from __future__ import annotations
@@ -53,12 +54,10 @@ class Insecure(Refused):
 
 @dataclass(frozen=True)
 class Kind:
-    """Describe a kind of message, and what the reply may hold.
+    """Describe a kind of message, and which config and metric ``records`` the reply may have.
 
-    Attributes:
-        records: the names of the config and metric records that the reply may have.
-        open: whether a client that requires secure aggregation answers such messages, too. The replies must
-            hold no unmasked summary of its data.
+    Even a client that requires secure aggregation answers an ``open`` one, whose replies
+    hold no unmasked summary of its data.
     """
 
     records: frozenset[str] = frozenset()
@@ -79,19 +78,19 @@ KINDS = {
 }
 OF_A_SUM = {RECORD_KEY_CONFIGS, f"{OURS}plan", f"{OURS}told", "fitres.metrics", "fitres.num_examples", "fitres.status"}
 SUM = Kind(frozenset(OF_A_SUM), open=True)
-"""A stage of a secure sum. Flower's mod leaves an empty record of arrays beside the masked vector."""
+"""A stage of a secure sum. Flower's mod leaves an empty record beside the vector."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Hold the limits that a site sets in its node config.
+    """Hold the limits that a site sets in its node config. None: any number.
 
     Attributes:
         secure: whether the site requires secure aggregation.
-        min_samples: the smallest number of samples that a metric of an evaluation may summarise.
-        max_evaluations: the largest number of evaluations in a run. None: any number.
-        unknown_rounds: for a secure sum, the largest number of rounds in which this client took no
-            part, but which formed the other clients' states. None: any number.
+        min_samples: the smallest number of samples behind a metric of an evaluation.
+        max_evaluations: the largest number of evaluations in a run.
+        unknown_rounds: for a secure sum, the largest number of rounds without this client
+            that formed the other clients' states.
     """
 
     secure: bool
@@ -112,8 +111,8 @@ class Limits:
 class Gate:
     """Check an app's messages and replies, as a Flower mod: ``ClientApp(mods=[Gate()])``.
 
-    ``kinds`` are those of messages that the app answers, by Flower's message type. By default they are
-    those of fl-bn's own app.
+    ``kinds`` are those of messages that the app answers, by Flower's message type.
+    Default: fl-bn's own app's.
     """
 
     kinds: Mapping[str, Kind] = field(default_factory=lambda: KINDS)
@@ -122,10 +121,10 @@ class Gate:
         """Check ``message``, call ``handle`` to answer it, and return the reply if it passes the checks.
 
         Raises:
-            Refused: the client must not answer this message, or the reply holds more than it may. Or
-                ``handle`` failed, and the reason must be hidden (``_hide``).
+            Refused: the client must not answer, the reply holds more than it may, or
+                ``handle`` failed for a reason that must be hidden.
             WireError: a limit in the node config is no whole number of at least 0.
-            Exception: whatever ``handle`` raises, unless the reason must be hidden.
+            Exception: whatever else ``handle`` raises.
         """
         name, limits = message.metadata.message_type, Limits.of(context)
         kind = SUM if RECORD_KEY_CONFIGS in message.content else self.kinds.get(name, Kind())
@@ -167,7 +166,7 @@ class Gate:
 
 
 def _hide(error: Exception, message: Message, context: Context) -> None:
-    """Raise ``Refused`` without a reason, if secure aggregation must hide that the data are the reason."""
+    """Raise ``Refused`` without a reason, if secure aggregation must hide it."""
     masks = config_of(message.content, RECORD_KEY_CONFIGS).get("stage") == MASKING
     if isinstance(error, Refused) or (isinstance(error, WireError) and not masks):
         return  # a WireError depends on the message only, except for one of the vector to mask
@@ -180,8 +179,8 @@ def _hide(error: Exception, message: Message, context: Context) -> None:
 def admit_own(message: Message, context: Context, evaluates: bool) -> None:
     """Check that a user's own handler may answer a message, before it does, or raise ``Refused``.
 
-    The handler's reply is not masked, so a client that requires secure aggregation refuses. Without a
-    ``Gate``, nothing checks the reply afterwards, so an evaluation is counted here.
+    Its reply is not masked, so a client that requires secure aggregation refuses. An
+    evaluation is counted here, since without a ``Gate`` nothing checks the reply.
     """
     why, limits = "", Limits.of(context)
     if limits.secure:
@@ -221,8 +220,9 @@ def _spend(context: Context, limits: Limits) -> str:
 def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int], least: int) -> tuple[dict[str, float], int]:
     """Withhold metrics that summarise fewer than ``least`` samples: they become NaN.
 
-    Return the metrics, and the smallest number of samples behind one that is not withheld; ``samples``
-    if all are. ``behind`` has these numbers of some metrics, by name; all others summarise ``samples``.
+    Return the metrics, and the smallest number of samples behind one that is not
+    withheld; ``samples`` if all are. ``behind`` has the numbers of some metrics, by name;
+    all others summarise ``samples``.
     """
     counts = {name: behind.get(name, samples) for name in metrics}
     kept = {name: value if counts[name] >= least else math.nan for name, value in metrics.items()}
@@ -230,19 +230,19 @@ def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int]
 
 
 def _exchange(message: Message) -> str:
-    """Return the layer-wise exchange that a message starts, in words, if it starts one."""
+    """Name the layer-wise exchange that a message starts, if any."""
     if (carrier := config_of(message.content, EXCHANGE.name).get("exchange")) is not None:
         return f"a layer-wise exchange ({excerpt(carrier)})"
     return "a round with a layer-wise exchange" if config_of(message.content, f"{OURS}header").get("phase") == Phase.EXCHANGE.value else ""
 
 
 def sums_evaluations(message: Message) -> bool:
-    """Return whether a message belongs to a secure sum of evaluations."""
+    """Return whether a message is of a secure sum of evaluations."""
     return RECORD_KEY_CONFIGS in message.content and SECURE.of(message.content)[SUM_OF] == EVALUATION
 
 
 def _excess(reply: Message, name: str, kind: Kind, limits: Limits) -> str:
-    """Return what the reply to a message of type ``name`` holds beyond ``kind`` and ``limits``."""
+    """Return what a reply to ``name`` holds beyond ``kind`` and ``limits``."""
     arrays = records_of(reply.content, ArrayRecord)
     if others := {*reply.content} - kind.records - {*arrays}:
         allowed = ", ".join(sorted(kind.records)) or "nothing"
@@ -269,7 +269,7 @@ def _spent(context: Context) -> int:
 
 
 def _file(context: Context) -> Path | None:
-    """Return the file that counts this client's evaluations, if the node config has a ``state-dir``."""
+    """Return the file that counts this client's evaluations, if ``state-dir`` is set."""
     node = context.node_config
     if "state-dir" not in node:
         return None

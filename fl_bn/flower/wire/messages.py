@@ -1,12 +1,11 @@
 """Declare all fields of messages, in both directions.
 
-A received value is checked by its declaration before it is used. Arrays are declared in ``schema``, by
-model, method and phase, requests of the layer-wise exchange in ``exchange.grpc.service`` and
-``exchange.session``. Every other value that server and client read from each other is a field below.
+A received value is checked by its declaration before it is used. Arrays are declared in
+``schema``, by model, method and phase, requests of the layer-wise exchange in
+``exchange.grpc.service`` and ``exchange.session``, and every other value below.
 
-The records ``config``, ``arrays`` and ``metrics``, which Flower's examples use, belong to the user, and
-may have any fields. The names of fl-bn's records begin with ``OURS``. Errors name a record without this
-prefix. A server refuses a client with another version of fl-bn when the client introduces itself.
+The records ``config``, ``arrays`` and ``metrics`` belong to the user, and may have any
+fields. The names of fl-bn's records begin with ``OURS``, a prefix that errors leave out.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ EVALUATED = Form("metrics", {"samples": whole(), "loss": measured(), "fewest": w
 
 
 def evaluated(task: Task) -> Form:
-    """Return ``EVALUATED`` with the task's metrics, of which only ``task.metric`` is required."""
+    """Return ``EVALUATED`` with the task's metrics, of which ``task.metric`` is required."""
     ranges = task.declared()
     named = {name: measured(*ends, default=NEEDED if name == task.metric else None) for name, ends in ranges.items() if name[-1] != "-"}
     series = {name: measured(*ends) for name, ends in ranges.items() if name[-1] == "-"}
@@ -171,7 +170,7 @@ ADVICE = 'install the server\'s version at every site (docs, "Upgrade the server
 
 @cache
 def here() -> str:
-    """Return the version of fl-bn that is installed here, read once per process, as that is slow."""
+    """Return the version of fl-bn that is installed here, read once, as that is slow."""
     return version_of("fl-bn")
 
 
@@ -181,6 +180,6 @@ def greeting() -> RecordDict:
 
 
 def client_differs(theirs: str) -> str:
-    """Return, at the server, why a client with the version ``theirs`` cannot take part. Empty if it can."""
+    """Return why a client of version ``theirs`` cannot take part, if so."""
     version = f"fl-bn {printable(theirs)}" if theirs else "an earlier fl-bn, which names no version"
     return "" if theirs == here() else f"it has {version}, and the server {here()}: {ADVICE}"

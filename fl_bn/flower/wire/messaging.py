@@ -1,4 +1,4 @@
-"""Send messages, receive the replies in one loop for every engine, ask lost nodes again, and read the replies."""
+"""Send messages, receive replies in one loop for every engine, and ask lost nodes again."""
 
 from __future__ import annotations
 
@@ -46,17 +46,11 @@ def receive(
 ) -> Iterator[Message]:
     """Yield the replies that come within ``timeout`` seconds, in no particular order.
 
-    If ``patience`` is above 0, a lost node that came back gets its message again. The answer is the same:
-    it depends only on the message and on the client's state before the round. A node whose process died
-    gets it again at once, but only once: a lack of memory, say, would end the next process, too.
-
-    Args:
-        grid: Flower's grid.
-        messages: the messages, one per client.
-        timeout: how many seconds to wait for all replies, except with an ``InProcessGrid``.
-        patience: how many seconds to wait until a lost node, or a node whose process died, comes back.
-            If it does not, an error takes the place of its reply. 0: no message is sent again.
-        called: the nodes' names in the log.
+    An ``InProcessGrid`` has no timeout. A lost node that comes back within ``patience``
+    seconds gets its message again, else an error takes the place of its reply. The answer
+    is the same: it depends only on the message and on the client's earlier state. A node
+    whose process died gets it again at once, but only once: a lack of memory, say, would
+    end the next process, too.
     """
     sent = list(messages)
     if not sent:
@@ -69,10 +63,10 @@ def receive(
 def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
     """Yield the replies to the ``waiting`` messages (by id) that have come so far.
 
-    Flower decodes a reply in this process, from bytes that the client made, and its parsers may raise any
-    exception. So each reply is fetched alone. The bytes also name the sender and the answered message,
-    perhaps falsely. A reply that cannot be decoded, or that names another node, is replaced by an error of
-    the node that got the message. ``grpc.RpcError``: the SuperLink cannot be reached.
+    Flower decodes a reply from bytes that the client made, and its parsers may raise any
+    exception. So each is fetched alone. One that cannot be decoded, or that names another
+    node or message, is replaced by an error of the node that got the message.
+    ``grpc.RpcError``: the SuperLink cannot be reached.
     """
     if isinstance(grid, InProcessGrid) or simulates(grid):  # no reply comes as bytes from another machine
         for reply in grid.pull_messages(list(waiting)):
@@ -86,7 +80,7 @@ def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
 
 
 def _opened(grid: Grid, identity: str, message: Message) -> list[Message]:
-    """Return a list with the reply to ``message``, or an error in its place. Empty: there is none yet."""
+    """Return a list of the reply to ``message``, or an error in its place, if it has come."""
     try:
         return [_checked(reply, identity, message) for reply in list(grid.pull_messages([identity]))[:1]]
     except grpc.RpcError:
@@ -96,7 +90,7 @@ def _opened(grid: Grid, identity: str, message: Message) -> list[Message]:
 
 
 def _checked(reply: Message, identity: str, message: Message) -> Message:
-    """Return ``reply`` if it answers ``message`` and comes from the node that got it, else an error."""
+    """Return ``reply`` if it answers ``message`` from the right node, else an error."""
     m = reply.metadata
     if reply.has_error() == reply.has_content():
         return _instead(message, "its reply has neither content nor an error")
@@ -110,7 +104,7 @@ def _checked(reply: Message, identity: str, message: Message) -> Message:
 
 
 def _from_its_node(reply: Message, message: Message) -> Message:
-    """Return ``reply``, with the node that got ``message``, which Flower's own errors do not name."""
+    """Return ``reply`` with its node, which Flower's own errors do not name."""
     if reply.has_error():
         reply.metadata.__dict__["_src_node_id"] = message.metadata.dst_node_id
     return reply
@@ -121,7 +115,7 @@ def _instead(message: Message, why: str, code: int = UNREADABLE) -> Message:
 
 
 def copy_of(message: Message, ttl: float | None = None, kind: str = "") -> Message:
-    """Return a message with the same records, but an id of its own; perhaps another time to live or type."""
+    """Return a message with the same records, but its own id, and perhaps time to live."""
     m = message.metadata
     return Message(RecordDict(dict(message.content.items())), m.dst_node_id, kind or m.message_type, ttl=ttl or m.ttl, group_id=m.group_id)
 
@@ -138,7 +132,7 @@ class Mailbox:
         self.died: set[int] = set()  # nodes whose process died on this message
 
     def replies(self, messages: list[Message]) -> Iterator[Message]:
-        """Send the messages, and yield the replies, or errors of lost nodes, until the time is over.
+        """Send the messages, and yield replies, or errors of lost nodes, until time is over.
 
         If the simulation with the clients has ended, ``RunFailed`` is raised.
         """
@@ -166,7 +160,7 @@ class Mailbox:
         self.waiting |= {identity: m for identity, m in zip(self.grid.push_messages(messages), messages, strict=False) if identity}
 
     def _arrived(self) -> Iterator[Message]:
-        """Yield the replies that have come, fetched a few at a time, each freed before the next one."""
+        """Yield the replies that have come, each freed before the next one."""
         waiting = list(self.waiting)
         for i in range(0, len(waiting), FEW):
             replies = deque(pulled(self.grid, {identity: self.waiting[identity] for identity in waiting[i : i + FEW]}))
@@ -178,7 +172,7 @@ class Mailbox:
                 del reply
 
     def _is_final(self, reply: Message, sent: Message) -> bool:
-        """Return whether ``reply`` counts: no error of a node that may come back, nor a late one."""
+        """Return whether ``reply`` is no late one, nor an error of a node that may come back."""
         node = sent.metadata.dst_node_id
         if not reply.has_error() or reply.error.code not in PASSING:
             return True
@@ -201,7 +195,7 @@ class Mailbox:
         return False
 
     def _ask_again(self) -> Iterator[Message]:
-        """Ask lost nodes that came back again. Yield the errors of those that did not in time."""
+        """Ask lost nodes that came back. Yield the errors of those that did not in time."""
         now, lost, self.lost = time.monotonic(), self.lost, []
         online = set(self.grid.get_node_ids()) if lost else set()
         for node, sent, error in lost:
@@ -223,13 +217,11 @@ class Decoded:
     """Hold a reply that is decoded but not yet checked.
 
     Attributes:
-        node: the node that sent it.
         failed: the error that came instead of content, in words.
-        header: the header. None if it cannot be read. Then the arrays are not decoded either.
-        payload: the readable arrays by section and name. They share the memory of the message.
-        metrics: fl-bn's metric record, if there is one.
-        problem: the first reason why the header or an array cannot be decoded. It must be copied before
-            it is raised: an exception that was raised keeps the reply's arrays in memory.
+        header: None if it cannot be read. Then the arrays are not decoded either.
+        payload: the readable arrays by section and name, in the memory of the message.
+        problem: why the header or an array cannot be decoded. Copy it before raising it:
+            an exception that was raised keeps the reply's arrays in memory.
         own: the user's metric records, by name.
     """
 
@@ -268,18 +260,14 @@ def decode(message: Message) -> Decoded:
 class Reading:
     """Read a round's replies, one by one.
 
-    A client is refused if its reply is an error, is late, is missing or is invalid, or if it has no
+    A client is refused if its reply is an error, late, missing or invalid, or has no
     samples (it took no part). Each client's first reply counts.
 
     Attributes:
         parts: the valid replies, by client index. The caller may take them out.
         own: the users' own metric records, by client index.
         refused: why clients are refused, by index.
-        wrong: the refused clients whose reply breaks the protocol, which are faulty or Byzantine.
-
-    Args:
-        header: the header of the instruction, which a reply must repeat.
-        expected: the tensors and numbers of a valid reply. None: replies have only records of the user's.
+        wrong: the refused clients whose reply breaks the protocol.
     """
 
     def __init__(self, cohort: Sequence[Client], header: Header | None = None, expected: Expected | None = None) -> None:
@@ -288,7 +276,7 @@ class Reading:
         self.own, self.refused, self.wrong = dict[int, Mapping[str, MetricRecord]](), dict[int, str](), set[int]()
 
     def read(self, reply: Decoded) -> int | None:
-        """Check one reply, and return its client's index. None: not in the cohort, or not the first."""
+        """Check one reply, and return its client's index. None: not in the cohort, or repeated."""
         client = self._by_node.get(reply.node)
         if client is None or client.index in self.own:
             return None
@@ -317,7 +305,7 @@ class Reading:
         self.refused |= {c.index: "no reply before the deadline" for c in self._cohort if c.index not in self.own}
 
     def all(self, replies: Iterable[Decoded]) -> tuple[list[Reply], dict[int, str], set[int]]:
-        """Return the valid replies in client order, why clients are refused, and the ``wrong`` ones."""
+        """Return the valid replies in client order, why clients are refused, and the ``wrong``."""
         for reply in replies:
             self.read(reply)
             del reply
