@@ -12,6 +12,7 @@ from functools import cache
 import click
 import typer
 
+from experiments.cli import experiments
 from fl_bn.cli.main import app
 from fl_bn.run.config import RunConfig
 from fl_bn.run.overrides import parse_overrides
@@ -75,10 +76,10 @@ def check(words: list[str]) -> None:
     CHECKS.get(program, lambda arguments: None)(arguments)
 
 
-def _fl_bn(arguments: list[str]) -> None:
-    command: click.Command = _program()
-    context = click.Context(command, info_name="fl-bn")
-    said = f"fl-bn {shlex.join(arguments)}"
+def _fl_bn(arguments: list[str], name: str = "fl-bn") -> None:
+    command = _program(name)
+    context = click.Context(command, info_name=name)
+    said = f"{name} {shlex.join(arguments)}"
     while isinstance(command, click.Group):
         if not arguments:
             raise Incomplete(f"Missing command of {said}")
@@ -103,8 +104,8 @@ def _fl_bn(arguments: list[str]) -> None:
 
 
 @cache
-def _program() -> click.Command:
-    return typer.main.get_command(app)
+def _program(name: str) -> click.Command:
+    return typer.main.get_command(app if name == "fl-bn" else experiments)
 
 
 def _run_config(text: str) -> None:
@@ -124,6 +125,9 @@ def _flwr(arguments: list[str]) -> None:
 
 def _python(arguments: list[str]) -> None:
     if arguments[0] == "-c" or arguments[:2] == ["-m", "venv"]:
+        return
+    if arguments[:2] == ["-m", "experiments"]:
+        _fl_bn(arguments[2:], "python -m experiments")
         return
     spec = importlib.util.find_spec(arguments[1]) if arguments[0] == "-m" else None
     assert spec is not None or arguments[0] != "-m", f"there is no module {arguments[1]}"
