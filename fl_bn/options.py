@@ -1,8 +1,8 @@
 """Declare options: one line states an option's default, range, meaning and run-config key.
 
-An options class is a frozen dataclass derived from ``Options`` whose fields are made by ``option``. Its
-values are checked when it is made. ``takes`` turns a function of an options class into a constructor with the
-same arguments, so that signature and class cannot differ:
+An options class is a frozen dataclass derived from ``Options`` whose fields are made by
+``option``. Making one checks its values. ``takes`` turns a function of an options class
+into a constructor with the same arguments:
 
 >>> @dataclass(frozen=True)
 ... class SmoothingOptions(Options):
@@ -19,12 +19,13 @@ ValueError: smoothing's strength must be in (0, 1], but got 2
 >>> [(key.name, key.default, key.shown, key.help) for key in keys_of({"smoothing": smoothing}).values()]
 [('smoothing-strength', 0.5, '(0, 1]', 'weight of the new value (alpha in the paper)')]
 
-The run config's keys are collected from registries, which are dicts from name to constructor (``METHODS``,
-``OBJECTIVES``, ``SERVER_OPTIMIZERS``). Further keys come from the parts that every run has, such as local training and
-rounds (``fl_bn.run.run_keys.VALUES``).
+The run config's keys are collected from registries, dicts from name to constructor such
+as ``METHODS``, and from the parts that every run has, such as local training
+(``fl_bn.run.run_keys.VALUES``).
 
-A constructor's default is neutral, such as a decay of 1. A run config's default is chosen to train well. If the
-two differ, ``option(..., run=...)`` states the run config's default:
+A constructor's default is neutral, such as a decay of 1. A run config's default is chosen
+to train well. If the two differ, ``option(..., run=...)`` states the run config's
+default:
 
 >>> @dataclass(frozen=True)
 ... class Schedule(Options):
@@ -61,18 +62,15 @@ Chosen = TypeVar("Chosen", bound="Options")
 
 
 Fits = Mapping[str, tuple[Callable[[Any], object], str]]
-"""A table of arguments: name -> whether a value fits, and the fitting values in words."""
+"""Name -> whether a value fits, and the fitting values in words."""
 
 
 def refuse(*rules: tuple[object, str]) -> None:
-    """Check rules in order, each whether it applies, and the sentence for the user.
+    """Check rules in order. The first that applies raises ``ValueError`` with its sentence.
 
     >>> refuse((1 > 2, "one is too many"), (2 > 1, "two are too many"))
     Traceback (most recent call last):
     ValueError: two are too many
-
-    Raises:
-        ValueError: A rule applies. The message is the sentence of the first one that does.
     """
     for applies, sentence in rules:
         if applies:
@@ -85,12 +83,10 @@ def is_a(kind: Any, such: str) -> tuple[Callable[[Any], object], str]:
 
 
 def check_fits(table: Fits, given: Mapping[str, Any], whose: str = "", others: str = "") -> None:
-    """Check that each value in ``given`` (name -> value) fits ``table``.
+    """Raise ``ValueError`` unless each value in ``given`` (name -> value) fits ``table``.
 
-    ``whose`` follows the name in the message, such as " of client 3". ``others`` are other fitting values in words.
-
-    Raises:
-        ValueError: A value does not fit.
+    ``whose`` follows the name, such as " of client 3". ``others`` are other fitting
+    values in words.
     """
     for name, value in given.items():
         fits, wanted = table[name]
@@ -100,11 +96,11 @@ def check_fits(table: Fits, given: Mapping[str, Any], whose: str = "", others: s
 
 @dataclass(frozen=True)
 class Used:
-    """Name what an option belongs to. Without it, an option has no effect, and setting it is an error.
+    """Name what an option belongs to. Without it, setting the option is an error.
 
     Attributes:
         owner: The words after "belongs to", such as "method='fixbn'".
-        holds: Returns whether a run config has the owner. It reads the config's values by their keys.
+        holds: Returns whether a run config, whose values it reads by key, has the owner.
     """
 
     owner: str
@@ -135,8 +131,8 @@ def in_config(value: Value) -> str:
 def range_of(text: str) -> Callable[[Any], bool]:
     """Return a function that tells whether a number is finite and within the range ``text``.
 
-    The text is ``>= 1``, ``> 0``, ``0..9`` (both ends included), ``(0, 1]``, or a single number. The word ``or``
-    joins several of these: ``0 or >= 2``. Another text raises ValueError.
+    The text is ``>= 1``, ``> 0``, ``0..9`` (with both ends), ``(0, 1]``, a single number,
+    or several of these with ``or``: ``0 or >= 2``. Another text raises ``ValueError``.
     """
     tests = [_interval(part, text) for part in text.split(" or ")]
     return lambda value: -LARGEST <= value <= LARGEST and any(test(value) for test in tests)
@@ -159,16 +155,19 @@ class Option:
 
     Attributes:
         name: The run-config key.
-        default: The run config's default. Its type is that of the key.
+        default: The run config's default, of the key's type.
         neutral: The constructor's default.
-        help: The meaning. The meaning of a special value comes last, after a semicolon.
-        values: For a number, its range. For a text, the allowed names, or a description of the allowed texts.
-        accepts: Returns False, or raises a ValueError, for a value of the right type that is not allowed.
-        unset: The key's value that selects the constructor's default, such as -1 for None, which no run config holds.
-        like: Names that may occur in a text. If a name in the text is not one of them, the error suggests the nearest.
-        used: What the option belongs to, beside its class. None: it has an effect whenever its class is used.
+        help: The meaning. That of a special value comes last, after a semicolon.
+        values: For a number, its range. For a text, the allowed names or texts.
+        accepts: Returns False, or raises a ValueError, for a value of the right type that
+            is not allowed.
+        unset: The key's value that selects the constructor's default, such as -1 for
+            None.
+        like: Names that may occur in a text, the nearest of which an error suggests.
+        used: What the option belongs to, beside its class. None: nothing else.
         read: Converts the key's value to the field's value. None: they are the same.
-        hidden: Whether it is an argument in Python alone, with a key only if a run's ``setup`` declares one.
+        hidden: Whether it is an argument in Python alone, with a key only if a run's
+            ``setup`` declares one.
     """
 
     name: str
@@ -198,10 +197,11 @@ class Option:
             return False
 
     def check(self, value: Any, called: str = "") -> Value:
-        """Check a value, and return it in the key's type. Errors name it ``called``, or its key.
+        """Return a value in the key's type. Errors name it ``called``, or its key.
 
         Raises:
-            ValueError: The value is of another type, is out of range, or cannot be written to a file or sent.
+            ValueError: The value is of another type, out of range, or cannot be written
+                to a file or sent.
         """
         called, kind = called or self.name, type(self.default)
         if not isinstance(value, {int: Integral, float: Real}.get(kind, kind)) or isinstance(value, bool) is not (kind is bool):
@@ -232,11 +232,13 @@ def option(
     """Declare a field of an options class.
 
     Args:
-        neutral: The constructor's default. ``REQUIRED``: there is no default. A class, such as ``dict``: its constructor
-            makes the default anew for each object.
+        neutral: The constructor's default. ``REQUIRED``: none. A class, such as ``dict``:
+            its constructor makes the default anew for each object.
         help: The meaning of the option.
-        values: For a number, its range (``range_of``). For a text, the allowed names, or a description of the allowed texts.
-        check: Returns False, or raises a ValueError, for a value that is not allowed. None: ``values`` decides, or ``read``.
+        values: For a number, its range (``range_of``). For a text, the allowed names or
+            texts.
+        check: Returns False, or raises a ValueError, for a value that is not allowed.
+            None: ``values`` decides, or ``read``.
         key: The run-config key. Default: the class's prefix and the field's name.
         run: The run config's default. None: ``unset``, or the constructor's default.
         unset: The key's value that selects the constructor's default.
@@ -264,8 +266,8 @@ def _field(spec: Option) -> Any:
 def declared(kind: type, name: str, neutral: Any = REQUIRED, read: Callable[[Any], Any] | None = None) -> Any:
     """Return a dataclass field for the option ``name`` of the class ``kind``.
 
-    ``neutral`` is the constructor's default in the class that gets the field, by default the run config's.
-    ``read`` converts the key's value to the field's value with this default. None: they are the same.
+    ``neutral`` is its constructor's default, by default the run config's. ``read``
+    converts the key's value.
     """
     spec = own_options(kind)[name]
     if neutral is REQUIRED:
@@ -274,11 +276,11 @@ def declared(kind: type, name: str, neutral: Any = REQUIRED, read: Callable[[Any
 
 
 class Options:
-    """Serve as the base of options classes. Making an object checks the values of its options.
+    """Serve as the base of options classes. Making an object checks its options' values.
 
     Attributes:
-        name: The name by which errors call the method or part that has the options.
-        prefix: The beginning of the options' keys in the run config. None: the name.
+        name: The name of the method or part that has the options, in errors.
+        prefix: The beginning of the options' keys. None: the name.
     """
 
     name: ClassVar[str] = ""
@@ -309,8 +311,8 @@ def own_options(kind: type) -> dict[str, Option]:
 def takes(options: Callable[P, Chosen]) -> Callable[[Callable[[Chosen], T]], Callable[P, T]]:
     """Return a decorator for a function that takes one object of the class ``options``.
 
-    The decorated function takes the object's fields as arguments instead, and makes the object itself. So
-    ``@takes(FixBNOptions)`` on ``fixbn(options)`` lets users write ``fixbn(freeze_after=3)``.
+    The decorated function takes the object's fields instead. So ``@takes(FixBNOptions)``
+    on ``fixbn(options)`` lets users write ``fixbn(freeze_after=3)``.
     """
 
     def decorate(build: Callable[[Chosen], T]) -> Callable[P, T]:
@@ -326,7 +328,7 @@ def takes(options: Callable[P, Chosen]) -> Callable[[Callable[[Chosen], T]], Cal
 
 
 def options_by_key(constructor: object, hidden: bool = False) -> dict[str, Option]:
-    """Return a constructor's options by run-config keys, with ``hidden`` the hidden ones alone."""
+    """Return a constructor's options by run-config keys, or with ``hidden`` the hidden ones."""
     kind = constructor if isinstance(constructor, type) and is_dataclass(constructor) else getattr(constructor, "options", None)
     return {} if kind is None else _by_key(kind, hidden)
 
@@ -339,10 +341,7 @@ def _by_key(kind: Any, hidden: bool) -> dict[str, Option]:
 def build(constructor: Callable[..., T], value_of: Callable[[str], Value], **computed: Any) -> T:
     """Call a constructor with the run config's values, which ``value_of`` returns by key.
 
-    Args:
-        constructor: A dataclass with options, or a function decorated by ``takes``.
-        value_of: Returns the run config's value of a key.
-        computed: Further arguments, whose values do not come from one key. They take precedence over the run config.
+    ``computed`` are arguments that do not come from one key. They take precedence.
     """
     arguments = dict(computed)
     for key, spec in options_by_key(constructor).items():
@@ -354,10 +353,8 @@ def build(constructor: Callable[..., T], value_of: Callable[[str], Value], **com
 def keys_of(registry: Mapping[str, object]) -> dict[str, Option]:
     """Return the run-config keys of a registry's constructors (name -> constructor).
 
-    If they mean different things to several constructors, the help says which means what.
-
-    Raises:
-        ValueError: Two constructors declare one key with different defaults or allowed values.
+    If they mean different things, the help says which means what. If their defaults or
+    allowed values differ, ``ValueError`` is raised.
     """
     return dict(_keys_of(tuple(registry.items())))
 
@@ -381,7 +378,7 @@ def _keys_of(registry: tuple[tuple[str, object], ...]) -> dict[str, Option]:
 
 
 def same_key(one: Option, other: Option) -> None:
-    """Raise ValueError unless two options of one key have one default and allowed values."""
+    """Raise ``ValueError`` unless two options of one key have one default and allowed values."""
     if (other.default, other.shown) != (one.default, one.shown):
         variants = " and ".join(f"{_shown(spec.default)} of {spec.shown}" for spec in (one, other))
         raise ValueError(f"the run-config key {other.name!r} is declared twice, with different defaults or values: {variants}")

@@ -36,16 +36,16 @@ class Measured:
     Attributes:
         clients: The number of clients.
         smallest: The smallest number of training samples of a client.
-        middle: The median number of training samples of a client.
-        largest: The largest number of training samples of a client.
-        classes: The effective number of classes of a client: exp(H(label | client)), where H is the entropy. Classes
-            with few samples count less.
-        label_skew: 1 - H(label | client) / H(label): 0 if all clients have the same distribution of labels, 1 if each
-            client has one class.
-        distance: How much the features of two clients differ, as a mean over all pairs. It is the symmetric
-            Kullback-Leibler divergence between the clients' inputs of the first BatchNorm layer, in nats per channel.
-        by_labels: ``distance`` after the samples of each class were shuffled among the clients. This part of
-            ``distance`` is explained by label skew and chance.
+        middle: The median number.
+        largest: The largest number.
+        classes: The effective number of classes of a client: exp(H(label | client)),
+            where H is the entropy.
+        label_skew: 1 - H(label | client) / H(label): 0 if all clients have the same
+            distribution of labels, 1 if each client has one class.
+        distance: The mean symmetric Kullback-Leibler divergence between two clients'
+            inputs of the first BatchNorm layer, in nats per channel.
+        by_labels: ``distance`` after the samples of each class were shuffled among the
+            clients: the part that label skew and chance explain.
         batch_size: The batch size of the median client.
         participation: The share of the clients that take part in a round.
         local_steps: The local steps per round of the median client.
@@ -76,13 +76,14 @@ class Measured:
 
 
 def measure(config: RunConfig) -> Measured:
-    """Measure the clients of a run before it begins: their numbers of samples, and how their labels and features differ.
+    """Measure the clients of a run before it begins: their samples, and how labels and features differ.
 
-    Only training samples and the initial network are used. Byzantine clients are left out. Features are measured on at
-    most ``SAMPLES`` samples of each of the first ``CLIENTS`` clients.
+    Only training samples of honest clients and the initial network are used. Features are
+    measured on at most ``SAMPLES`` samples of each of the first ``CLIENTS`` clients.
 
     Raises:
-        ConfigError: The data are at the sites (``dataset='sites'``), or cannot be loaded or divided as configured.
+        ConfigError: The data are at the sites (``dataset='sites'``), or cannot be loaded
+            or divided.
     """
     if config.dataset == SITES:
         raise ConfigError(f"dataset={SITES!r}: the clients' data are at their sites, and cannot be measured here: run advise there")
@@ -115,10 +116,10 @@ def measure(config: RunConfig) -> Measured:
 
 
 def label_skew(counts: NDArray[np.int64]) -> float:
-    """Return 1 - H(label | client) / H(label), between 0 (no skew) and 1 (one class per client); 0 without labels.
+    """Return 1 - H(label | client) / H(label), between 0 (no skew) and 1 (one class per client).
 
-    Args:
-        counts: The number of samples of each client and class, of shape (clients, classes).
+    ``counts`` has each client's samples of each class, (clients, classes). Without
+    labels, the skew is 0.
 
     >>> label_skew(np.array([[4, 0], [0, 4]])), label_skew(np.array([[2, 2], [1, 1]]))
     (1.0, 0.0)
@@ -130,9 +131,6 @@ def label_skew(counts: NDArray[np.int64]) -> float:
 def classes_of(counts: NDArray[np.int64]) -> float:
     """Return the effective number of classes of a client, exp(H(label | client)); 0 without labels.
 
-    Args:
-        counts: The number of samples of each client and class, of shape (clients, classes).
-
     >>> classes_of(np.array([[3, 3, 0], [0, 5, 5]]))
     2.0
     """
@@ -140,7 +138,7 @@ def classes_of(counts: NDArray[np.int64]) -> float:
 
 
 def _entropy_given_client(counts: NDArray[np.int64]) -> float:
-    """Return H(label | client) in nats: the entropy of each client's labels, averaged with the clients' sizes as weights."""
+    """Return H(label | client) in nats: the clients' entropies, weighted by their sizes."""
     samples = counts.sum()
     return float(sum(own.sum() / samples * _entropy(own) for own in counts)) if samples else 0.0
 
@@ -151,15 +149,10 @@ def _entropy(counts: NDArray[np.int64]) -> float:
 
 
 def distance(means: Tensor, variances: Tensor, values: int, owners: NDArray[np.int64]) -> float:
-    """Return the symmetric Kullback-Leibler divergence between clients, in nats per channel, as a mean over all pairs of clients.
+    """Return the mean symmetric Kullback-Leibler divergence of two clients, in nats per channel; 0 for one.
 
-    The divergence is 0 for a single client.
-
-    Args:
-        means: The mean of each sample and channel, of shape (N, C).
-        variances: The biased variance of each sample and channel, of shape (N, C).
-        values: The number of values that a sample has in a channel.
-        owners: The index of each sample's client, of shape (N,).
+    ``means`` and biased ``variances`` are (N, C), by sample and channel; ``values`` is a
+    sample's number of values in a channel, and ``owners`` (N,) has each sample's client.
     """
     clients = [torch.from_numpy(np.flatnonzero(owners == client)) for client in np.unique(owners)]
     statistics = [_together(means[mine], variances[mine], values) for mine in clients if len(mine) * values > 1]
@@ -170,22 +163,16 @@ def distance(means: Tensor, variances: Tensor, values: int, owners: NDArray[np.i
 
 
 def _together(means: Tensor, variances: Tensor, values: int) -> Running:
-    """Return mean and unbiased variance (C,) of all values of several samples, by the law of total variance."""
+    """Return mean and unbiased variance (C,) of all values, by the law of total variance."""
     count = len(means) * values
     biased = variances.mean(0) + means.var(0, correction=0)
     return Running(means.mean(0), biased * count / (count - 1))
 
 
 def shuffled_within(owners: NDArray[np.int64], labels: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
-    """Shuffle the samples of each class among the clients. Each client keeps its number of samples of every class.
+    """Return new ``owners`` (N,): the samples of each class are shuffled among the clients.
 
-    Args:
-        owners: The index of each sample's client, of shape (N,).
-        labels: The label of each sample, of shape (N,).
-        rng: The random generator.
-
-    Returns:
-        The index of each sample's new client, of shape (N,).
+    Each client keeps its number of samples of every class.
     """
     shuffled = owners.copy()
     for label in np.unique(labels):
@@ -196,11 +183,10 @@ def shuffled_within(owners: NDArray[np.int64], labels: NDArray[np.int64], rng: n
 
 @torch.no_grad()
 def sample_moments(model: nn.Module, samples: Samples) -> tuple[Tensor, Tensor, int]:
-    """Measure the inputs of the first BatchNorm layer, or the inputs of the network if it has no such layer.
+    """Measure the inputs of the first BatchNorm layer, or of the network if it has none.
 
-    Returns:
-        The means and the biased variances, by sample and channel, both of shape (N, C) in float64. Then the number of values
-        that a sample has in a channel.
+    Return means and biased variances by sample and channel, (N, C) in float64, and a
+    sample's number of values in a channel.
     """
     model = copied(model).eval()
     caught: list[Tensor] = []
@@ -224,12 +210,9 @@ def _drawn(part: Samples, client: int, seed: int) -> Samples:
 
 
 def divergence(a: Running, b: Running, eps: float = 0.0) -> float:
-    """Return the mean over channels (C,) of KL(a || b) + KL(b || a), where each channel is a Gaussian.
+    """Return the mean over channels (C,) of KL(a || b) + KL(b || a) of two Gaussians.
 
-    Args:
-        a: The statistics of one client.
-        b: The statistics of another client.
-        eps: The number that is added to both variances, as in BatchNorm.
+    ``eps`` is added to both variances, as in BatchNorm.
 
     >>> divergence(Running(torch.zeros(1), torch.ones(1)), Running(torch.ones(1), torch.ones(1)))
     1.0

@@ -1,6 +1,7 @@
-"""Read the map: the accuracy of all methods in several regimes (kinds of federations). Find the regime most like a federation.
+"""Read the map, the accuracy of all methods in several regimes, and find the regime most like a federation.
 
-``python benchmarks/own_map_pages.py`` writes the file of the regimes, ``map.json``, from its runs.
+``python benchmarks/own_map_pages.py`` writes the regimes' file, ``map.json``, from its
+runs.
 """
 
 from __future__ import annotations
@@ -29,12 +30,11 @@ class Regime:
     """Hold one regime: a kind of federation, and how accurate each method was in it.
 
     Attributes:
-        name: The name of the regime.
         problem: The regime in words.
-        measured: The clients of the regime in numbers.
         accuracies: Method -> seed -> accuracy in percent after the last round.
-        rates: Method -> the learning rate of its runs, which was best on validation samples.
-        separable: The smallest difference, in points, that separates two methods with 95 % confidence.
+        rates: Method -> the learning rate of its runs, the best on validation samples.
+        separable: The smallest difference, in points, that separates two methods with 95
+            % confidence.
     """
 
     name: str
@@ -46,21 +46,21 @@ class Regime:
 
     @property
     def methods(self) -> list[str]:
-        """Return the methods that have a run, the best first. Equally good methods are in the order of ``map.json``."""
+        """Return the methods that have a run, the best first."""
         return sorted((name for name, runs in self.accuracies.items() if runs), key=lambda name: -self.mean(name))
 
     def mean(self, method: str) -> float:
-        """Return the mean accuracy of a method in percent. A run whose accuracy is not finite counts as 0."""
+        """Return a method's mean accuracy in percent. A run that was not finite counts as 0."""
         return fmean(finite(value) for value in self.accuracies[method].values())
 
     def above(self, method: str, other: str = BASELINE) -> float:
-        """Return the accuracy of ``method`` minus that of ``other`` in points, over the seeds of both; NaN: they share no seed."""
+        """Return the difference of two methods' accuracies in points, over the seeds of both, or NaN."""
         mine, theirs = (self.accuracies.get(name, {}) for name in (method, other))
         both = [finite(mine[seed]) - finite(theirs[seed]) for seed in mine if seed in theirs]
         return fmean(both) if both else math.nan
 
     def gain(self, method: str) -> str:
-        """Return a method's difference to plain BatchNorm as text, which says whether it may be chance."""
+        """Return a method's difference to plain BatchNorm in words, and whether it may be chance."""
         if method == BASELINE:
             return "plain BatchNorm"
         above = self.above(method)
@@ -77,23 +77,25 @@ def load(file: Path = FILE) -> list[Regime]:
 
 
 def dump(regimes: Sequence[Regime]) -> str:
-    """Return the text of ``map.json``, which ``load`` reads, for these regimes."""
+    """Return the text of ``map.json`` for these regimes."""
     return json.dumps([asdict(regime) for regime in regimes], indent=1) + "\n"
 
 
 def position(measured: Measured) -> NDArray[np.float64]:
-    """Return the five numbers by which a federation is compared with the regimes, in the order of ``WEIGHTS``.
+    """Return the five numbers by which federations are compared, in the order of ``WEIGHTS``.
 
-    Label skew and feature shift are between 0 and 1; the other numbers are logarithms to base 10.
+    Label skew and feature shift are between 0 and 1; the others are logarithms to base
+    10.
     """
     lengths = np.log10([measured.batch_size, measured.participation, measured.local_steps])
     return np.array([measured.label_skew, measured.shift / (measured.shift + HALF_SHIFT), *lengths])
 
 
 def nearest(measured: Measured, regimes: Sequence[Regime]) -> Regime:
-    """Find the regime whose position is nearest to that of a federation. If several are equally near, take the first.
+    """Return the regime nearest to a federation, of several the first.
 
-    A distance of 1 on an axis is that between the two regimes that are farthest apart on it.
+    A distance of 1 on an axis is that between the two regimes that are farthest apart on
+    it.
     """
     there = np.array([position(regime.measured) for regime in regimes])
     span = np.ptp(there, axis=0)

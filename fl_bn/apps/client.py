@@ -1,4 +1,4 @@
-"""Assemble the client: load its data, choose the device, build the model, and make a ``BatchNormClient`` of them."""
+"""Assemble the client: load data, choose the device, and make a ``BatchNormClient``."""
 
 from functools import partial
 from pathlib import Path
@@ -12,21 +12,12 @@ from fl_bn.run.device import device
 
 
 def make_app(folder: Path | None = None) -> ClientApp:
-    """Make the ClientApp.
-
-    Args:
-        folder: The folder of the Flower app; a run config may name functions of its modules. None: there is none.
-    """
+    """Make the ClientApp of the Flower app in ``folder``, whose functions a run config may name."""
     return make_client_app(partial(build_client, folder=folder))
 
 
 def build_client(context: Context, folder: Path | None = None) -> BatchNormClient:
-    """Make the client that answers one message. The node config and the run config in ``context`` decide its settings.
-
-    Args:
-        context: Flower's context of the client.
-        folder: The folder of the Flower app; a run config may name functions of its modules. None: there is none.
-    """
+    """Make the client that answers one message, by the node config and the run config."""
     node = context.node_config
     allow_modules(folder, node)
     config = known(context.run_config)

@@ -18,11 +18,7 @@ from fl_bn.run.testing import test_metrics
 
 
 def make_app(folder: Path | None = None) -> ServerApp:
-    """Make the ServerApp.
-
-    Args:
-        folder: The folder of the Flower app; a run config may name functions of its modules. None: there is none.
-    """
+    """Make the ServerApp of the Flower app in ``folder``, whose functions a run config may name."""
     made = ServerApp()
     LOGGER.addFilter(in_a_sentence)
 
@@ -37,10 +33,9 @@ def make_app(folder: Path | None = None) -> ServerApp:
 
 
 def in_a_sentence(record: logging.LogRecord) -> bool:
-    """Replace the traceback in a log record by one sentence, if its error is one that the user can correct.
+    """Replace a log record's traceback by one sentence, if the user can correct the error.
 
-    Returns:
-        True, so that every record is logged.
+    Return True, so that every record is logged.
     """
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, RunFailed | ConfigError):

@@ -35,9 +35,7 @@ def packages() -> Finding:
 def gpu(device: str, where: str) -> Finding:
     """Check whether the device exists, has free memory, and runs a kernel.
 
-    Args:
-        device: The device as in the run-config key ``device``: auto, cpu, cuda, cuda:0 ...
-        where: The place that names the device, for the texts.
+    ``where`` is the place that names the device, for the texts.
     """
     import torch
 
@@ -61,12 +59,10 @@ def gpu(device: str, where: str) -> Finding:
 
 
 def storage(check: str, folder: Path, mounts: Path = Path("/proc/mounts")) -> Finding:
-    """Check whether a folder can be written and read back, how much room it has, and whether its files survive a reboot.
+    """Check whether a folder is writable, its free room, and whether its files survive a reboot.
 
-    Args:
-        check: The name of the check.
-        folder: The folder. If it does not exist, its nearest parent that exists is checked.
-        mounts: The file in which Linux lists the file systems.
+    For a missing folder, its nearest parent is checked. Linux lists file systems in
+    ``mounts``.
     """
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     shown = str(folder) if existing == folder else f"{folder} (not made yet; {existing} was tried)"
@@ -96,7 +92,7 @@ def _write_and_remove(folder: Path) -> None:
 
 
 def _file_system(folder: Path, mounts: Path) -> str:
-    """Return the kind of the file system that holds ``folder``; empty where the system does not list its mounts."""
+    """Return the kind of the file system that holds ``folder``, if it is known."""
     lines = [line.split() for line in mounts.read_text().splitlines()] if mounts.exists() else []
     places = [(line[1].replace("\\040", " "), line[2]) for line in lines if len(line) > 2]
     return max([(len(point), kind) for point, kind in places if folder.is_relative_to(point)], default=(0, ""))[1]

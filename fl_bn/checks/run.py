@@ -1,6 +1,7 @@
-"""Check this machine, and a run on it: its config, the model's normalisation layers, the data, and the batches that are drawn from them.
+"""Check this machine, and a run on it: run config, normalisation layers, data and batches.
 
-torch and Flower are imported inside the functions, so that ``fl-bn doctor`` works even if they are missing.
+torch and Flower are imported inside the functions, so that ``fl-bn doctor`` works without
+them.
 """
 
 from __future__ import annotations
@@ -21,13 +22,9 @@ FEW = 4  # the variance of fewer samples is mostly noise
 
 
 def diagnose(overrides: str = "") -> Iterator[Finding]:
-    """Check this machine, and a run on it.
+    """Check this machine, and a run with the ``overrides``, text or the path of a .toml file.
 
-    Args:
-        overrides: Keys of the run config, as text: ``"method='fbn' rounds=10"``, or the path of a .toml file.
-
-    Yields:
-        The findings of each check. Anything that is wrong is a finding; nothing is raised.
+    Anything that is wrong is a finding; nothing is raised.
     """
     from fl_bn.run.overrides import parse_overrides
 
@@ -36,17 +33,7 @@ def diagnose(overrides: str = "") -> Iterator[Finding]:
 
 
 def run(values: Mapping[str, Any]) -> Iterator[Finding]:
-    """Make the checks of a run that its server needs: run config, GPU, data and model.
-
-    Args:
-        values: Keys of the run config.
-
-    Yields:
-        The finding of each check.
-
-    Raises:
-        ConfigError: The run config is wrong.
-    """
+    """Check what a run's server needs: run config, GPU, data and model, or raise ``ConfigError``."""
     from fl_bn.run.config import RunConfig
 
     config = RunConfig.from_mapping(values)
@@ -103,12 +90,7 @@ def run_data(config: RunConfig) -> Finding:
 
 
 def own_form(node: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Add run-config keys that describe this site's own data, unless ``values`` name data: classes, channels and image size.
-
-    Args:
-        node: The site's node config.
-        values: The keys of the run.
-    """
+    """Add classes, channels and image size of this site's own data, unless ``values`` name data."""
     if not node.get("dataset") or "dataset" in values:
         return dict(values)
     from fl_bn.data.csv_files import TableData
@@ -124,17 +106,11 @@ def own_form(node: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
 
 
 def site_experiment(overrides: str, node: Mapping[str, Any]) -> Iterator[Finding]:
-    """Make all checks of a run on a site: its run config, model, data and batches.
+    """Make all checks of a run on a site: run config, model, data and batches.
 
-    Args:
-        overrides: Keys of the run config, as text. Without ``dataset``, the form of the data is that of this site's own.
-        node: The site's node config.
-
-    Yields:
-        The finding of each check. Checks that need the data follow only if these can be loaded.
-
-    Raises:
-        ConfigError: The run config is wrong.
+    Without ``dataset`` in ``overrides``, the data are the site's own. If they cannot be
+    loaded, the checks that need them are left out. A wrong run config raises
+    ``ConfigError``.
     """
     from fl_bn.run.assembly import allow_modules
     from fl_bn.run.config import RunConfig
@@ -167,12 +143,9 @@ def _with_data(config: RunConfig, node: Mapping[str, Any], counted: bool) -> Ite
 def site_data(train: Samples, test: Samples, counts: Sequence[int], own: str, counted: bool = False) -> Finding:
     """Check how many samples a site has, of what shape, and of which classes.
 
-    Args:
-        train: The training samples.
-        test: The test samples.
-        counts: The number of training samples per class; empty: they have no classes.
-        own: The data set that the site names for itself; empty: it has a share of the run's data.
-        counted: Whether the number of classes was counted from these data. Then a missing class is a warning.
+    ``own`` is the data set that the site names, if any. A class is missing in ``counts``
+    (samples per class) with a warning, if the number of classes was ``counted`` from
+    these data.
     """
     missing = [str(label) for label, count in enumerate(counts) if not count]
     text = f"own data ({own})" if own else "no data of its own, so this checks a client's share of the run's"
@@ -187,12 +160,7 @@ def site_data(train: Samples, test: Samples, counts: Sequence[int], own: str, co
 
 
 def smallest_batch(samples: int, settings: LocalTraining) -> Finding:
-    """Check the smallest batch of a round. BatchNorm cannot train on one sample, and hardly on a few.
-
-    Args:
-        samples: The number of training samples.
-        settings: The settings of local training.
-    """
+    """Check the smallest batch of a round. BatchNorm cannot train on one sample."""
     import numpy as np
 
     from fl_bn.data.batches import epoch_batches
@@ -209,11 +177,7 @@ def smallest_batch(samples: int, settings: LocalTraining) -> Finding:
 
 
 def model_on_data(config: RunConfig, train: Samples) -> Finding:
-    """Pass a batch of the site's data through the model.
-
-    Raises:
-        ConfigError: The model does not take it.
-    """
+    """Pass a batch of the site's data through the model, or raise ``ConfigError``."""
     import numpy as np
 
     from fl_bn.bn.roles import inputs_like

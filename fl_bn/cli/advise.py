@@ -1,4 +1,4 @@
-"""Define the command ``fl-bn advise``. It imports torch only when it runs, since the import takes seconds."""
+"""Define the command ``fl-bn advise``, which imports torch only when it runs."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def advise(
 ) -> None:
     """Advise which method suits your clients.
 
-    It measures how your clients differ, and prints how accurate each method was on the most similar clients we know. With
-    --pilot, the best methods are compared on your clients in short runs. Test data take no part.
+    It measures how your clients differ, and prints how accurate each method was on the
+    most similar clients we know. With --pilot, the best methods are compared on your
+    clients in short runs. Test data take no part.
     """
     from fl_bn.advise.measure import measure
     from fl_bn.advise.regimes import BASELINE, load, nearest
@@ -84,12 +85,7 @@ def advise(
 def _keys(data: str, run_config: str) -> dict[str, Any]:
     """Return the run-config keys of the user's run, with the data that the argument names.
 
-    Args:
-        data: The arguments of the command, separated by commas; empty: the data of the run config.
-        run_config: The text of ``--run-config``.
-
-    Raises:
-        ConfigError: The argument and the run config both name data, or the run config names a method.
+    ``ConfigError``: argument and run config both name data, or a method is given.
     """
     from fl_bn.data.dataset import named
     from fl_bn.run.config import ConfigError

@@ -40,8 +40,8 @@ DEPLOYED = ("kit", "start", "register", "submit", "status", "abort", "audit")  #
 class AllCommands(Commands):
     """Add the commands of ``fl_bn_site`` to those of this package.
 
-    It is imported only for one of its own commands, or for the help. Without the extra ``deployment``, the help does not
-    list the commands of a deployment, and each of them says what to install.
+    It is imported only for its own commands, or for the help. Without the extra
+    ``deployment``, the help does not list them, and each says what to install.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -49,7 +49,7 @@ class AllCommands(Commands):
         return [*super().list_commands(ctx), *(() if lacking("a deployment", *DEPLOYMENT) else DEPLOYED)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command ``cmd_name``; None: there is no such command."""
+        """Return the command ``cmd_name``, if there is such a one."""
         if cmd_name not in DEPLOYED:
             return super().get_command(ctx, cmd_name)
         if missing := lacking(f"fl-bn {cmd_name}", *DEPLOYMENT):
@@ -82,14 +82,10 @@ RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys to over
 
 
 class WithKeys(TyperCommand):
-    """Add the run-config keys that are often used to the help of a command. They are read only when somebody asks for the help."""
+    """Add frequent run-config keys to the help of a command, read only when it is shown."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments.
-
-        Raises:
-            BadParameter: The first one is a key without ``--run-config``.
-        """
+        """Parse the arguments. A key without ``--run-config`` at first raises ``BadParameter``."""
         if args and re.match(r"[a-z-]+=", args[0]):
             raise typer.BadParameter(f'keys follow --run-config: fl-bn {ctx.info_name} --run-config "{" ".join(args)}"', ctx)
         return list(super().parse_args(ctx, args))
@@ -110,9 +106,10 @@ class WithKeys(TyperCommand):
 def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
     """Train once in this process, without Ray.
 
-    The ServerApp, the ClientApp, the run config and the files are those of `flwr run .`. Ctrl-C leaves a folder with
-    all results so far. `fl-bn resume` continues from the last checkpoint in it. There is a checkpoint every 5 rounds,
-    unless the key checkpoint-every says otherwise.
+    The ServerApp, the ClientApp, the run config and the files are those of `flwr run .`.
+    Ctrl-C leaves a folder with all results so far. `fl-bn resume` continues from the last
+    checkpoint in it. There is a checkpoint every 5 rounds, unless the key
+    checkpoint-every says otherwise.
     """
     from fl_bn.run.errors import ConfigError
     from fl_bn.run.overrides import parse_overrides
@@ -132,10 +129,10 @@ def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
 
 @contextmanager
 def _started(count: object) -> Iterator[Workers | None]:
-    """Start worker processes, which import torch at the same time as this process.
+    """Start ``count`` worker processes, which import torch at the same time as this process.
 
-    Args:
-        count: The number of workers, which is not checked yet. Below 2, and where there may not be so many, none are started.
+    The number is not checked yet. Below 2, or if there may not be so many, none are
+    started.
     """
     from fl_bn.federation.engines.workers import MOST_WORKERS, Workers
 
@@ -203,7 +200,8 @@ def layers(
 ) -> None:
     """Show which normalisation layers a model has, and what a method does with each of their tensors.
 
-    The last line is the signature of the model, which must be the same at the server and at all clients.
+    The last line is the signature of the model, which must be the same at the server and
+    at all clients.
     """
     from fl_bn import convert
     from fl_bn.bn.roles import parse_buffer_roles, roles, set_buffer_roles

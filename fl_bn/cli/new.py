@@ -1,4 +1,4 @@
-"""Define the command ``fl-bn new``, which makes a Flower app for the user from the files in ``fl_bn/templates/app``."""
+"""Define ``fl-bn new``, which makes a Flower app from the files in ``fl_bn/templates/app``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 def new(name: Annotated[str, typer.Argument(help="the name of the app, and of the folder that is made for it here")]) -> None:
     """Make a Flower app of your own.
 
-    The app has a network with BatchNorm, data that need no download, and a method, so it can be run at once.
+    The app has a network with BatchNorm, data that need no download, and a method, so it
+    can be run at once.
     """
     folder = Path(name)
     try:
@@ -33,14 +34,10 @@ def new(name: Annotated[str, typer.Argument(help="the name of the app, and of th
 
 
 def write(name: str, folder: Path) -> None:
-    """Write the files of a new app.
-
-    Args:
-        name: The name of the app.
-        folder: The folder to make.
+    """Write the files of the new app ``name`` into the new ``folder``.
 
     Raises:
-        ValueError: The name has characters that are not allowed, or the name of its package is a keyword or another module.
+        ValueError: The name, or its package's, is not allowed, or that of another module.
         FileExistsError: The folder exists.
     """
     if not NAME.fullmatch(name):
@@ -61,9 +58,5 @@ def write(name: str, folder: Path) -> None:
 
 
 def package_of(name: str) -> str:
-    """Return the name of the app's package.
-
-    Each app has a package name of its own, because a Flower process may have the packages of several apps on one import
-    path.
-    """
+    """Return the name of the app's package, its own, since apps may share an import path."""
     return name.replace("-", "_")

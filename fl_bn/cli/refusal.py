@@ -1,4 +1,4 @@
-"""End a command that cannot be carried out, with one sentence on standard error and an exit code."""
+"""End a command that cannot be carried out, with one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -15,25 +15,16 @@ from fl_bn.support.names import escaped
 
 
 def refused(error: Exception, code: int = 2) -> typer.Exit:
-    """Print an error on standard error, and return the exception that ends the command.
-
-    Args:
-        error: The error. Its message is printed as it stands, without Rich's markup.
-        code: The exit code.
-    """
+    """Print an error on standard error, without markup, and return the command's exit."""
     Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {escape(escaped(str(error)))}", highlight=False, soft_wrap=True)
     return typer.Exit(code)
 
 
 class Commands(TyperGroup):
-    """Run commands. If a package of an extra is missing, or the system is unsupported, print one sentence and no traceback."""
+    """Run commands. If an extra is missing, or the system unsupported, print one sentence."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that the user has typed.
-
-        Raises:
-            typer.Exit: A package of an extra is missing, or the system is unsupported. The sentence that says so is printed.
-        """
+        """Run the command that the user has typed, or raise ``typer.Exit``."""
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Define the commands ``fl-bn compare``, ``fl-bn sweep`` and ``fl-bn report``: every one ends in the report of a folder of runs.
+"""Define ``fl-bn compare``, ``fl-bn sweep`` and ``fl-bn report``, which end in a report.
 
 The functions import torch only when they run, since the import takes seconds.
 """
@@ -53,20 +53,10 @@ def compare(
 
 
 def compared(methods: str, seeds: int, keys: Mapping[str, Any], folder: Path, jobs: int) -> dict[str, str]:
-    """Run several methods over several seeds, and write the report.
+    """Run several methods over several seeds, from the run config's on, and write the report.
 
-    Args:
-        methods: The methods, separated by commas, as for ``fl-bn compare``.
-        seeds: The number of seeds, beginning with the run config's seed.
-        keys: The run-config keys of all runs.
-        folder: The folder of the runs and of the report.
-        jobs: The number of runs at a time; 0: one per core.
-
-    Returns:
-        The error of each failed run, by its name.
-
-    Raises:
-        ConfigError: A key is wrong, or the methods cannot be compared. Nothing was run.
+    ``jobs`` 0: one run per core. Return the error of each failed run, by its name.
+    ``ConfigError``: a key is wrong, or the methods cannot be compared.
     """
     from fl_bn.run.pictures import partition_in_words
     from fl_bn.run.usage import Usage
@@ -93,7 +83,8 @@ def sweep(
 ) -> None:
     """Run every combination of the axes in a sweep file, then write a table, pictures and a page.
 
-    After an interruption, the same command continues. Given on several machines that share the folder, it divides the runs among them.
+    After an interruption, the same command continues. Given on several machines that
+    share the folder, it divides the runs among them.
     """
     from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
@@ -130,16 +121,13 @@ def carry_out(
         folder: The folder of the results.
         jobs: The number of runs at a time; 0: one per core.
         retry: Run cells again that failed before.
-        only: A shell pattern; cells whose names do not match it are left out. Empty: all cells.
-        known: The cells to leave out, since their results are elsewhere: name of the cell -> file of its result. None: none.
+        only: A shell pattern of the cells' names. Empty: all cells.
+        known: Cells to leave out: name -> file of its result elsewhere.
         dry_run: Check and list the cells, but run nothing.
-        further: Makes pictures beyond those of ``write_report``, which says how.
+        further: Makes pictures beyond those of ``write_report``.
 
-    Returns:
-        The error of each failed cell, by its name.
-
-    Raises:
-        ConfigError: The data or a network is wrong. Nothing was run.
+    Return the error of each failed cell, by its name. ``ConfigError``: the data or a
+    network is wrong.
     """
     from fl_bn.report import write_report
     from fl_bn.sweep import run

@@ -1,7 +1,4 @@
-"""Define the commands for a trained model, ``fl-bn adapt`` and ``fl-bn recalibrate``.
-
-The functions import torch only when they run, since the import takes seconds.
-"""
+"""Define ``fl-bn adapt`` and ``fl-bn recalibrate``, which import torch only when they run."""
 
 from __future__ import annotations
 
@@ -29,7 +26,8 @@ def adapt(
 ) -> None:
     """Adapt the model of a finished run to a new client.
 
-    BatchNorm is fitted to the client's unlabelled data. The metrics before and after are shown.
+    BatchNorm is fitted to the client's unlabelled data. The metrics before and after are
+    shown.
     """
     from fl_bn.federation.recalibration import HOW
     from fl_bn.run import adapt as adapting
@@ -73,8 +71,9 @@ def recalibrate(
 ) -> None:
     """Give every BatchNorm layer of a trained model the exact statistics of all clients' data.
 
-    The command makes a federated run without training, which changes only running statistics. A pass that goes layer by
-    layer makes all layers exact. Otherwise, pass p makes layers 1..p exact.
+    The command makes a federated run without training, which changes only running
+    statistics. A pass that goes layer by layer makes all layers exact. Otherwise, pass p
+    makes layers 1..p exact.
     """
     from fl_bn.flower import RunFailed, run_in_process
     from fl_bn.run.overrides import parse_overrides

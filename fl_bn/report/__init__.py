@@ -1,4 +1,4 @@
-"""Report the results of a sweep, or of several runs, as one table, curves, one tidy CSV and one page."""
+"""Report the results of a sweep, or of several runs: a table, curves, a CSV and a page."""
 
 from fl_bn.report.page import write_report
 

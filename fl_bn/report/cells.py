@@ -1,4 +1,4 @@
-"""Read the runs of a sweep from the disk, with everything that each of them measured."""
+"""Read the runs of a sweep from the disk, with everything that each measured."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Cell:
         name: The name of the run's folder.
         axes: The value of the run on each axis.
         config: The run config, with kebab-case keys.
-        status: ``finished`` or ``failed``; or ``unreadable`` or ``damaged`` if the files of the run are bad.
-        error: Why the run failed, or what is wrong with its files; empty: the run is finished.
+        status: ``finished``, ``failed``, or for bad files ``unreadable`` or ``damaged``.
+        error: Why the run failed, or what is wrong with its files.
         rows: The lines of ``rounds.jsonl``, one per round.
     """
 
@@ -64,32 +64,25 @@ class Cell:
 
     @property
     def metric(self) -> str:
-        """Return the name of the metric of the run's task.
-
-        The metric is the column that has a second column for its spread over clients, such as ``mse`` with ``mse-std``. If
-        there is no such column, the metric is the accuracy.
-        """
+        """Return the metric of the run's task, whose spread is a column, such as ``mse-std``."""
         row = self.rows[0] if self.rows else {}
         return next((name for name in row if f"{name}-std" in row and {f"{name}-min", f"{name}-max"} & row.keys()), CLASSIFICATION.metric)
 
     def lower_is_better(self, metric: str) -> bool:
         """Return whether a lower value of ``metric`` is better.
 
-        A task's metric has a column for its worst client: ``METRIC-max`` if lower is better, ``METRIC-min`` if higher is
-        better. For any other column the name decides.
+        A task's metric has a column for its worst client, ``METRIC-max`` or, if higher is
+        better, ``METRIC-min``. For any other column the name decides.
         """
         row = self.rows[0] if self.rows else {}
         return f"{metric}-max" in row if {f"{metric}-min", f"{metric}-max"} & row.keys() else lower_is_better(metric)
 
     def at(self, axis: str) -> str:
-        """Return the run's value on ``axis`` as text; a dash for a run without this axis."""
+        """Return the run's value on ``axis``; a dash for a run without this axis."""
         return label(self.axes[axis]) if axis in self.axes else "–"
 
     def curve(self, metric: str) -> dict[int, float]:
-        """Return the values of ``metric`` by round, in percent if it is a share.
-
-        Rounds in which ``metric`` was not measured are left out. NaN: the measured value was not a finite number.
-        """
+        """Return the values of ``metric`` by measured round, in percent if it is a share."""
         if metric == MEGABYTES:
             return {row["round"]: _megabytes(row) for row in self.rows}
         if metric == GIGABYTES:
@@ -100,11 +93,9 @@ class Cell:
         return {row["round"]: scale(metric) * _number(row.get(metric)) for row in self.rows if _expected(metric, row)}
 
     def measurement(self, metric: str, at: str = "last") -> tuple[int, float] | None:
-        """Return the round and the value of a measurement; None: ``metric`` was never measured.
+        """Return round and value of a measurement, ``last`` or ``best``, if there is one.
 
-        Args:
-            metric: The column.
-            at: ``last``, or ``best``: the best finite measurement, or the last one if none is finite.
+        The best one is the last if none is finite.
         """
         curve = self.curve(metric)
         finite = [point for point in curve.items() if math.isfinite(point[1])]
@@ -113,7 +104,7 @@ class Cell:
         return list(curve.items())[-1] if curve else None
 
     def travelled(self, x: str) -> dict[int, float] | None:
-        """Return round -> position on the horizontal axis ``x``, such as the bytes sent so far; None: it is unknown."""
+        """Return round -> position on the axis ``x``, such as the bytes sent so far, if known."""
         total, positions = 0.0, dict[int, float]()
         for row in self.rows:
             step = _step(x, row, self.config)
@@ -127,8 +118,7 @@ class Cell:
 def read_cells(folder: Path) -> list[Cell]:
     """Read the runs in ``folder/runs``, ordered by name, with ``run2`` before ``run10``.
 
-    Raises:
-        ConfigError: The folder has no run that has ended.
+    If no run has ended, ``ConfigError`` is raised.
     """
     files = sorted((folder / "runs").glob("*/cell.json"), key=lambda file: _natural(file.parent.name))
     if not files:
@@ -137,13 +127,10 @@ def read_cells(folder: Path) -> list[Cell]:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Cell]:
-    """Read runs that are no sweep. Their one axis beside the seed, ``method``, has the method and the keys in which the runs differ.
+    """Read runs that are no sweep, in ``folders`` or folders in these.
 
-    Args:
-        folders: Folders of runs, or folders that contain such folders.
-
-    Raises:
-        ConfigError: A folder has no run, or a run has no readable config.
+    Their one axis beside the seed, ``method``, has the method and the keys in which they
+    differ. A folder without a run that has a readable config raises ``ConfigError``.
     """
     runs = {run: {**RunConfig().to_mapping(), **read_config(run)} for folder in folders for run in _runs(folder)}
     keys = sorted({key for config in runs.values() for key in config} - FREE - {SEED, "method"})
@@ -169,7 +156,7 @@ def _runs(folder: Path) -> list[Path]:
 
 
 def scale(metric: str) -> float:
-    """Return the factor between stored and displayed values of ``metric``: 100 for a share, which is shown in percent, else 1."""
+    """Return the factor to displayed values of ``metric``: 100 for a share, in percent, else 1."""
     for suffix in ("-std", "-min", "-max"):
         metric = metric.removesuffix(suffix)
     return 100.0 if metric.startswith("accuracy") or metric in SHARES else 1.0
@@ -178,9 +165,7 @@ def scale(metric: str) -> float:
 def title(metric: str, split: str = "") -> str:
     """Return the name of ``metric`` for an axis or a heading, with its unit.
 
-    Args:
-        metric: The column of ``rounds.jsonl``.
-        split: The samples of the evaluation, as `evaluated_on` names them; empty: the name does not say which.
+    It says on which samples (``split``) the metric was evaluated, if that is not empty.
     """
     known = {
         "accuracy": f"{split} accuracy".strip(),
@@ -196,7 +181,7 @@ def title(metric: str, split: str = "") -> str:
 
 
 def lower_is_better(metric: str) -> bool:
-    """Return whether a lower value of the column ``metric`` is better. Only the name of the column decides."""
+    """Return whether a lower value of the column ``metric`` is better, by its name."""
     return any(part in metric for part in LOWER) or low_by_name(metric)
 
 
@@ -217,7 +202,7 @@ def _read(file: Path) -> Cell:
 
 
 def _expected(metric: str, row: Row) -> bool:
-    """Return whether ``metric`` was measured in the round of ``row``. Its value in ``row`` is None if it was not finite."""
+    """Return whether ``metric`` was measured in ``row``, where None stands for no finite value."""
     if row.get(metric) is not None:
         return True
     if metric in EVALUATION:

@@ -14,7 +14,7 @@ from fl_bn.report.settings import SEED, label
 
 
 def to_markdown(table: Table) -> str:
-    """Return the table as Markdown, with its caption and a list of the runs that it leaves out."""
+    """Return the table as Markdown, with its caption and the runs that it leaves out."""
     columns = table.layout.columns
     lines = [f"# {_md(table.layout.settings.title)}", ""]
     lines += [f"| {_md(table.corner)} | {' | '.join(map(_md, columns))} |", "|---|" + "---:|" * len(columns)]
@@ -32,8 +32,8 @@ def to_markdown(table: Table) -> str:
 def runs_csv(cells: Sequence[Cell]) -> str:
     """Return all runs as one tidy CSV table, with a line per run and round.
 
-    The columns are the run, its values on the axes, its state, the round, and what the round measured, as in the run's own
-    ``rounds.csv``. A run without a round has one line.
+    It has the run, its values on the axes, its state, the round, and the columns of
+    ``rounds.csv``.
     """
     axes = [*dict.fromkeys(axis for cell in cells for axis in cell.axes if axis != SEED), SEED]
     single = (name for cell in cells for row in cell.rows for name, value in row.items() if not isinstance(value, list | dict))
@@ -50,7 +50,7 @@ def runs_csv(cells: Sequence[Cell]) -> str:
 
 
 def texts(table: Table) -> list[tuple[str, list[tuple[bool, str, str]]]]:
-    """Return each row's name and entries: whether the entry is the best of its column, its mean, and what follows the mean."""
+    """Return each row's name and entries: whether it is its column's best, mean, and rest."""
     return [
         (row, [((row, column) in table.best, *_text(table, entry)) for column, entry in entries.items()])
         for row, entries in table.entries.items()
@@ -58,7 +58,7 @@ def texts(table: Table) -> list[tuple[str, list[tuple[bool, str, str]]]]:
 
 
 def _text(table: Table, entry: Entry) -> tuple[str, str]:
-    """Return the mean as text, and then the deviation, the number of seeds if the caption states another, and the paper's number.
+    """Return the mean as text, and its rest: deviation, unusual number of seeds, paper's number.
 
     For an entry without values, the first text is such as ``failed``.
     """
@@ -74,6 +74,6 @@ def _text(table: Table, entry: Entry) -> tuple[str, str]:
 
 
 def _md(text: str) -> str:
-    """Escape the special characters of Markdown and HTML in ``text``, and join its lines."""
+    """Escape ``text`` for Markdown and HTML, and join its lines."""
     text = re.sub(r"\s+", " ", text).replace("&", "&amp;").replace("<", "&lt;")
     return "".join("\\" + letter if letter in "\\`*_[]|" else letter for letter in text)

@@ -24,7 +24,7 @@ class Entry:
         values: The finite values, one per seed.
         runs: The number of seeds that were run, with and without a value.
         instead: The text that the table shows if there is no value.
-        paper: The number that the paper prints; empty: the paper has no number for this entry.
+        paper: The number that the paper prints, if any.
     """
 
     values: tuple[float, ...] = ()
@@ -34,7 +34,7 @@ class Entry:
 
     @property
     def mean(self) -> float:
-        """Return the mean over seeds; NaN: there is no value."""
+        """Return the mean over seeds; NaN without a value."""
         return fmean(self.values) if self.values else math.nan
 
     @property
@@ -48,12 +48,9 @@ class Layout:
     """Hold the runs of a sweep by row and column.
 
     Attributes:
-        settings: The settings of the report.
         cells: The runs that can be read.
         row_axis: The axis of the rows.
-        rest: The axes of the columns. A column is one combination of values on these axes.
-        rows: The names of the rows.
-        columns: The names of the columns.
+        rest: The axes whose combinations of values are the columns.
         groups: The runs of each (row, column), one per seed.
     """
 
@@ -71,7 +68,7 @@ class Layout:
         return self.settings.metric
 
     def title(self, metric: str = "") -> str:
-        """Return the name of ``metric``, or of the table's metric, with the samples of the evaluation if all runs have the same ones."""
+        """Return the name of ``metric`` or of the table's, with the samples if all runs have the same."""
         splits = {cell.split for cell in self.cells}
         return title(metric or self.metric, splits.pop() if len(splits) == 1 else "")
 
@@ -87,7 +84,7 @@ class Layout:
     def heading(self, axes: Sequence[str], values: Sequence[str]) -> str:
         """Return the heading of a panel for the runs with ``values`` on ``axes``.
 
-        A number, ``true`` or ``false`` is written after the name of its axis. A dash, the value of runs without the axis,
+        A number, ``true`` or ``false`` follows its axis. A dash, for runs without it,
         becomes ``no AXIS``.
         """
         parts = []
@@ -97,19 +94,19 @@ class Layout:
         return ", ".join(parts)
 
     def column_heading(self, column: str) -> str:
-        """Return the heading of a column; empty: there is only one column."""
+        """Return the heading of a column; empty if there is only one."""
         of = next(cells[0] for (_, c), cells in self.groups.items() if c == column)
         return self.heading(self.rest, [of.at(axis) for axis in self.rest]) if self.rest else ""
 
     def entry(self, cells: Sequence[Cell]) -> Entry:
-        """Return the entry of ``cells``, which are runs that differ only in the seed."""
+        """Return the entry of ``cells``, which differ only in the seed."""
         values = [point[1] for cell in cells if cell.finished and (point := cell.measurement(self.metric, self.settings.at)) is not None]
         kept = tuple(value for value in values if math.isfinite(value))
         instead = "not finite" if values else "not measured" if any(c.finished for c in cells) else cells[0].status if cells else NOT_RUN
         return Entry(kept, len(cells), instead)
 
     def worst(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Return those of ``cells`` with the value on the axis ``settings.worst`` under which the metric is worst on average.
+        """Return the ``cells`` whose value on ``settings.worst`` has the worst mean metric.
 
         Values without a finite metric count last.
         """
@@ -118,12 +115,7 @@ class Layout:
         return min(groups, key=lambda group: sign * mean if math.isfinite(mean := self.entry(group).mean) else math.inf)
 
     def by(self, axes: Sequence[str], cells: Sequence[Cell] | None = None) -> dict[tuple[str, ...], list[Cell]]:
-        """Group runs by their values on ``axes``, in the order of the sweep file.
-
-        Args:
-            axes: The axes.
-            cells: The runs; None: all runs that can be read.
-        """
+        """Group runs by their values on ``axes``, in the order of the sweep file."""
         groups: dict[tuple[str, ...], list[Cell]] = {}
         cells = self.cells if cells is None else cells
         places = {axis: {value: n for n, value in enumerate(self.values(axis, cells))} for axis in axes}
@@ -132,9 +124,9 @@ class Layout:
         return {key: groups[key] for key in sorted(groups, key=lambda key: [places[a][v] for a, v in zip(axes, key, strict=True)])}
 
     def values(self, axis: str, cells: Sequence[Cell] | None = None) -> list[str]:
-        """Return the values of ``cells`` (None: of all readable runs) on ``axis``, in the order of the sweep file.
+        """Return the values of ``cells`` on ``axis``, in the order of the sweep file.
 
-        Values that the sweep file does not list come last, numbers by size.
+        Values that it does not list come last, numbers by size.
         """
         values = list(dict.fromkeys(cell.at(axis) for cell in (self.cells if cells is None else cells)))
         listed = [value for value in self.settings.order.get(axis, ()) if value in values]
@@ -152,7 +144,6 @@ class Table:
     """Hold the table of results.
 
     Attributes:
-        layout: The runs by row and column.
         entries: The entry of each row and column, in percent if the metric is a share.
         best: The (row, column) of the best entries of each column.
         problems: The names of the runs that the table leaves out, with the reasons.
@@ -167,7 +158,7 @@ class Table:
 
     @property
     def caption(self) -> str:
-        """Return the caption. It names the metric and its round, and the number of seeds in each mean."""
+        """Return the caption, with the metric, its round, and the number of seeds."""
         at = "best round, chosen by this very number" if self.layout.settings.at == "best" else "last round"
         at += f", under the worst {worst}" if (worst := self.layout.settings.worst) else ""
         of = f"mean (standard deviation) over {self.seeds} seeds" if self.seeds > 1 else "one seed"
@@ -184,7 +175,7 @@ class Table:
 
     @property
     def same_runs(self) -> bool:
-        """Return whether all entries with a value have the same number of seeds, and a value for each seed."""
+        """Return whether all entries with a value have as many seeds, each with a value."""
         return all(len(entry.values) == self.seeds == entry.runs for entry in self._filled)
 
     @property
@@ -195,11 +186,9 @@ class Table:
 def lay_out(settings: Settings, cells: Sequence[Cell]) -> Layout:
     """Place the runs in rows and columns.
 
-    An axis with several values becomes columns even if the sweep file's [report] does not name it. So only runs that differ
-    in nothing but the seed are averaged.
-
-    Raises:
-        ConfigError: [report] names an axis that no run has.
+    An axis with several values becomes columns even if [report] does not name it, so only
+    runs that differ in nothing but the seed are averaged. ``ConfigError``: [report] names
+    an axis that no run has.
     """
     readable = tuple(cell for cell in cells if cell.status != "unreadable")
     metric = settings.metric or next((cell.metric for cell in readable if cell.rows), CLASSIFICATION.metric)
@@ -225,17 +214,11 @@ def lay_out(settings: Settings, cells: Sequence[Cell]) -> Layout:
 
 
 def by_domain(cells: Sequence[Cell], each: bool = True) -> list[Cell]:
-    """Replace each run by several copies: one per domain, and one for the mean over the domains.
+    """Replace each run by copies for the mean over the domains and, with ``each``, per domain.
 
-    In the copy of a domain, the metric has its value on the domain's test data. In the copy of the mean, it has the mean
-    of these values. A run without metrics per domain stays as it is, and counts as a copy of the mean.
-
-    Args:
-        cells: The runs.
-        each: Whether to return the copies of the domains, too. If False, only the copies of the mean are returned.
-
-    Returns:
-        The copies. If ``each`` is True, they have one more axis, ``domain``.
+    A copy's metric is that on the domain's test data, or the mean of these. With
+    ``each``, there is one more axis, ``domain``. A run without metrics per domain stays
+    as it is, as a copy of the mean.
     """
     split = []
     for cell in cells:
@@ -254,12 +237,7 @@ def _mean(values: Mapping[str, float | None]) -> float | None:
 
 
 def tabulate(layout: Layout, cells: Sequence[Cell]) -> Table:
-    """Make the table of results.
-
-    Args:
-        layout: The runs by row and column.
-        cells: All runs, for the list of problems. Runs that cannot be read are included.
-    """
+    """Make the table of results. ``cells`` are all runs, also those that cannot be read."""
     numbers = layout.settings.paper.numbers
     entries: dict[str, dict[str, Entry]] = {}
     for row in layout.rows:
@@ -292,10 +270,7 @@ def _wrong(cell: Cell, metric: str, at: str) -> str:
 
 
 def _best(entries: Mapping[str, Mapping[str, Entry]], column: str, layout: Layout) -> list[str]:
-    """Return the rows with the best number in a column; an empty list if there are fewer than two rows to compare.
-
-    Rows that [report] lists under ``apart`` do not count.
-    """
+    """Return the rows with a column's best number, but those ``apart``, if there are two or more."""
     means = {row: of[column].mean for row, of in entries.items() if of[column].values and row not in layout.settings.apart}
     if len(means) < 2:
         return []

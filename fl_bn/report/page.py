@@ -1,4 +1,4 @@
-"""Make the report of a sweep or of several runs: its table, curves and CSV, and one page that loads nothing else."""
+"""Make the report of a sweep or of several runs: its table, curves, CSV and page."""
 
 from __future__ import annotations
 
@@ -26,15 +26,7 @@ Further = Callable[[Layout, Path], Sequence[Picture]]
 
 @dataclass(frozen=True)
 class Report:
-    """Hold the report of some runs, as the template of the page shows it.
-
-    Attributes:
-        layout: The runs by row and column.
-        table: The table of results.
-        cells: All runs.
-        pictures: The pictures.
-        folder: The name of the folder of the runs.
-    """
+    """Hold the report of some runs, as the template of the page shows it."""
 
     layout: Layout
     table: Table
@@ -55,7 +47,7 @@ class Report:
 
     @property
     def keys(self) -> list[tuple[str, str]]:
-        """Return the run-config keys with their values in the runs. Keys in which runs differ come first."""
+        """Return the run-config keys and their values, first those in which runs differ."""
         values: dict[str, dict[str, None]] = {}
         for cell in self.cells:
             for key, value in cell.config.items():
@@ -66,16 +58,10 @@ class Report:
 
 
 def report_of(settings: Settings, cells: Sequence[Cell], folder: Path, further: Further | None = None) -> Report:
-    """Make the report of some runs.
+    """Make the report of some runs, which ``folder`` holds.
 
-    Args:
-        settings: The settings of the report.
-        cells: The runs.
-        folder: The folder that the report shows.
-        further: Takes the layout of the runs and the folder. It returns pictures beyond the curves. None: there are none.
-
-    Raises:
-        ConfigError: The settings name an axis that no run has, or no numeric one.
+    ``further`` makes pictures beyond the curves, from layout and folder. ``ConfigError``:
+    the settings name an axis that no run has, or no numeric one.
     """
     placed = by_domain(cells, settings.domains == EACH) if settings.domains else cells
     layout = lay_out(settings, placed)
@@ -87,21 +73,21 @@ def report_of(settings: Settings, cells: Sequence[Cell], folder: Path, further: 
 
 
 def write_report(folder: Path, runs: Sequence[Path] = (), further: Further | None = None) -> list[Path]:
-    """Write the report of a sweep into its folder: ``runs.csv``, ``table.md``, the curves, and ``report.html``.
-
-    There are no pictures of quantities that no run measured.
+    """Write the report of a sweep into its folder: ``runs.csv``, ``table.md``, curves, ``report.html``.
 
     Args:
         folder: The folder of the sweep.
-        runs: Folders of runs that are no sweep; ``folder`` is then the folder of the report. Empty: the runs of the sweep.
-        further: Takes the layout of the runs and the folder. It returns pictures beyond the curves. None: there are none.
+        runs: Folders of runs that are no sweep; ``folder`` is then that of the report
+            alone.
+        further: Makes pictures beyond the curves, from the layout of the runs and the
+            folder.
 
     Returns:
         The paths of the files.
 
     Raises:
-        ConfigError: ``folder`` is not the folder of a sweep, or none of its runs has ended, or [report] in its
-            ``sweep.toml`` has an unknown key or a wrong value.
+        ConfigError: ``folder`` is not the folder of a sweep, none of its runs has ended,
+            or [report] in its ``sweep.toml`` is wrong.
     """
     if runs:
         report = report_of(Settings(folder.name), read_runs(runs), folder, further)
@@ -118,7 +104,7 @@ def write_report(folder: Path, runs: Sequence[Path] = (), further: Further | Non
 
 
 def report_page(report: Report) -> str:
-    """Return the page of a report. Its template shows every label, error and note as text, never as markup."""
+    """Return the page of a report, whose template shows labels, errors and notes as text."""
     options: dict[str, Any] = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=PackageLoader("fl_bn.report"), **options)
     return environment.get_template("report.html").render(report=report, lines=texts(report.table))

@@ -42,10 +42,7 @@ LABELS = {
 class Picture:
     """Hold a picture, which is drawn when it is needed.
 
-    Attributes:
-        name: The name of the file, without suffix.
-        caption: The text below the picture.
-        draw: The function that draws the picture.
+    ``name`` is that of the file, without suffix.
     """
 
     name: str
@@ -72,8 +69,6 @@ class Series:
     """Hold one line of a picture, which shows the runs of a row.
 
     Attributes:
-        row: The name of the row.
-        panel: The title of the panel.
         x: The horizontal position of each point, of shape (points,).
         mean: The mean over seeds, of shape (points,).
         std: The standard deviation over seeds, of shape (points,); 0 for one seed.
@@ -91,11 +86,9 @@ class Series:
 
 
 def series(layout: Layout, x: str) -> list[Series]:
-    """Return a line over ``x`` for each row and column of the table that has finished runs with values of the metric.
+    """Return a line over ``x``, one of ``X``, for each row and column with finished runs.
 
-    Args:
-        layout: The rows and columns.
-        x: The quantity on the horizontal axis, one of ``X``. Lines of runs for which it is unknown are left out.
+    Those without values of the metric, or for which ``x`` is unknown, have none.
     """
     made = (_series(layout, row, column, x) for column in layout.columns for row in layout.rows)
     return [one for one in made if one is not None]
@@ -104,7 +97,7 @@ def series(layout: Layout, x: str) -> list[Series]:
 def _series(layout: Layout, row: str, column: str, x: str) -> Series | None:
     """Return one line; None: no round has a finite value for every seed.
 
-    A round in which any seed has no finite value is left out. With fewer seeds, the mean would jump there.
+    Other rounds are left out, since the mean over fewer seeds would jump there.
     """
     cells = [cell for cell in layout.finished(row, column) if cell.curve(layout.metric)]
     curves = [cell.curve(layout.metric) for cell in cells]
@@ -119,15 +112,7 @@ def _series(layout: Layout, row: str, column: str, x: str) -> Series | None:
 
 
 def curves(layout: Layout, x: str) -> Picture | None:
-    """Make the picture of the metric over rounds, bytes, exchanges or local steps, with one panel per column.
-
-    Args:
-        layout: The rows and columns.
-        x: The quantity on the horizontal axis, one of ``X``.
-
-    Returns:
-        The picture; None: no line has this quantity.
-    """
+    """Make the picture of the metric over ``x``, one of ``X``, with one panel per column, if known."""
     lines = series(layout, x)
     return _picture(layout, f"curves-{x}", f"over {LABELS[x]}", lines, partial(_horizontal, x, [one.x for one in lines])) if lines else None
 
@@ -135,10 +120,8 @@ def curves(layout: Layout, x: str) -> Picture | None:
 def against(layout: Layout, axis: str) -> Picture:
     """Make the picture of the metric against a numeric axis of the sweep.
 
-    There is one line per row, and one panel for every combination of values on the other axes.
-
-    Raises:
-        ConfigError: No run has the axis, or its values are not numbers.
+    There is one line per row, and one panel for every combination of values on the other
+    axes. ``ConfigError``: no run has the axis, or its values are not numbers.
     """
     check_axis(axis, "against", layout.axes)
     values = [value for value in layout.values(axis) if value != "–"]
@@ -162,15 +145,7 @@ def against(layout: Layout, axis: str) -> Picture:
 
 
 def _picture(layout: Layout, name: str, over: str, lines: Sequence[Series], set_up: Callable[[Axes], None]) -> Picture:
-    """Make a picture of lines in panels.
-
-    Args:
-        layout: The rows and columns.
-        name: The name of the file, without suffix.
-        over: What the metric is drawn over, in words.
-        lines: The lines.
-        set_up: Sets up the horizontal axis of a panel.
-    """
+    """Make a picture of lines in panels, whose horizontal axis (``over``) ``set_up`` sets up."""
     caption = [f"{_capital(layout.title())} {over}."]
     if any(one.seeds > 1 for one in lines):
         caption.append("The band is one standard deviation over seeds.")
@@ -200,7 +175,7 @@ def _line(axes: Axes, one: Series, index: int) -> None:
 
 
 def _horizontal(x: str, ways: Sequence[Array], axes: Axes) -> None:
-    """Set up the horizontal axis of curves, which is logarithmic if one curve reaches ten times as far as another."""
+    """Set up the axis of curves, logarithmic if one reaches ten times as far as another."""
     ends = [float(way[-1]) for way in ways]
     far = min(ends) > 0 and max(ends) / min(ends) >= 10 and min(float(way[0]) for way in ways) > 0
     if x != "round" and far:
@@ -214,7 +189,7 @@ def _horizontal(x: str, ways: Sequence[Array], axes: Axes) -> None:
 
 
 def _ticks(label: str, values: Sequence[float], axes: Axes) -> None:
-    """Put the horizontal ticks at ``values``, unless there are many. The axis is logarithmic if they span a factor of 20."""
+    """Put the ticks at ``values``, unless there are many; logarithmic from a factor of 20 on."""
     if values[0] > 0 and values[-1] / values[0] >= 20:
         axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
@@ -225,15 +200,7 @@ def _ticks(label: str, values: Sequence[float], axes: Axes) -> None:
 
 @contextmanager
 def panels(layout: Layout, names: Sequence[str]) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Make a figure with several panels of the metric. When they are drawn, they get one range of values, and one legend.
-
-    Args:
-        layout: The rows and columns.
-        names: The titles of the panels.
-
-    Yields:
-        The figure and its panels.
-    """
+    """Make a figure with several panels of the metric, with one range of values and one legend."""
     count = max(1, len(names))
     across = count if count <= 3 else min((3, 4, 2), key=lambda columns: -count % columns)
     down = -(-count // across)

@@ -1,4 +1,4 @@
-"""Read the settings of a report: the tables [report], [paper] and [notes] of a sweep's ``sweep.toml``."""
+"""Read a report's settings: [report], [paper] and [notes] of a ``sweep.toml``."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ class Settings:
         title: The heading.
         rows: The axis of the rows; empty: the axis ``method``, or else the first axis.
         columns: The axes of the columns; None: all axes other than ``rows``.
-        metric: The metric of the table; empty: the metric of the runs' task.
-        at: The round whose metric the table shows: ``last``, or ``best`` for the round with the best metric.
+        metric: The metric of the table; empty: that of the runs' task.
+        at: The round of the table: ``last``, or ``best`` for the round with the best
+            metric.
         x: The quantities on the horizontal axes of curves, from ``X``.
         against: The numeric axes of the sweep against which to draw the metric.
-        domains: ``EACH``: report every domain and their mean; ``AVERAGE``: report the mean only; empty: report the
-            metric on all test data.
-        apart: Rows that cannot be compared with the other rows. They are never marked as the best.
-        worst: An axis, such as the attack. Each entry has the runs of the value on it under which the metric is worst. Empty: none.
-        paper: The paper's numbers.
-        notes: A text for the page; empty: none.
+        domains: ``EACH``: report every domain and their mean; ``AVERAGE``: report the
+            mean only; empty: report the metric on all test data.
+        apart: Rows that are never marked as the best, since they cannot be compared.
+        worst: An axis, such as the attack. Each entry has the runs of its value with the
+            worst metric.
+        notes: A text for the page.
         order: The values of each axis, in the order of the sweep file.
-        text: The text of the sweep file.
     """
 
     title: str
@@ -80,8 +80,8 @@ class Settings:
 def read_settings(folder: Path) -> Settings:
     """Read the settings from ``sweep.toml`` in the folder of a sweep.
 
-    Raises:
-        ConfigError: The file is missing, is not TOML, or has an unknown key or a wrong value.
+    If the file is missing, is not TOML, or has a wrong key or value, ``ConfigError`` is
+    raised.
     """
     file = folder / "sweep.toml"
     try:
@@ -99,20 +99,14 @@ def read_settings(folder: Path) -> Settings:
 
 
 def label(value: Any) -> str:
-    """Return a value on an axis as text, as pages show it and as [paper] and [report] write it."""
+    """Return a value on an axis as text, as pages and sweep files show it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def parse_settings(tables: Mapping[str, Any], name: str, text: str) -> Settings:
-    """Parse the tables of a sweep file.
+    """Parse the tables of a sweep file, or raise ``ConfigError`` for an unknown key or wrong value.
 
-    Args:
-        tables: The tables.
-        name: The title if the file has none.
-        text: The text of the file, which the settings keep.
-
-    Raises:
-        ConfigError: A key or a value is unknown, or of the wrong type.
+    ``name`` is the default title; the settings keep ``text``.
     """
     report = _values(tables, "report", REPORT)
     paper = _values(tables, "paper", {"source": str, "note": str, "numbers": None})
@@ -135,22 +129,13 @@ def parse_settings(tables: Mapping[str, Any], name: str, text: str) -> Settings:
 
 
 def check_axis(axis: str, what: str, known: Sequence[str]) -> None:
-    """Check that ``axis`` is one of ``known``.
-
-    Args:
-        axis: The axis that [report] names.
-        what: The key of [report] that names the axis.
-        known: The axes of the runs.
-
-    Raises:
-        ConfigError: No run has this axis.
-    """
+    """Raise ``ConfigError`` unless ``axis``, which the key ``what`` names, is one of ``known``."""
     if axis not in known:
         raise ConfigError(f"[report] {what} names the axis {axis!r}, which no run has{nearest(axis, known)} (axes: {', '.join(known)})")
 
 
 def _order(tables: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the values of every axis, in the order in which the sweep file lists them in [axes], [run] and the variants."""
+    """Return every axis's values as in [axes], [run] and the variants of a sweep file."""
     variants = [table for table in table_of(tables, "variants").values() if isinstance(table, dict)]
     order: dict[str, list[str]] = {}
     for source in (tables, *variants):
@@ -169,11 +154,7 @@ def _numbers(table: Any) -> dict[str, dict[str, str]]:
 
 
 def table_of(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the table ``name`` of a sweep file; empty if the file has none.
-
-    Raises:
-        ConfigError: The value is no table.
-    """
+    """Return the table ``name`` of a sweep file, or an empty one. ``ConfigError``: it is no table."""
     table = tables.get(name, {})
     if not isinstance(table, dict):
         raise ConfigError(f"{name} must be a table, but got {table!r}")
@@ -181,23 +162,14 @@ def table_of(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def check_names(table: Mapping[str, Any], known: Collection[str], what: str) -> None:
-    """Check that all names in a table are known.
-
-    Args:
-        table: The table of a sweep file.
-        known: The names that it may have.
-        what: What a name stands for, as the error calls it.
-
-    Raises:
-        ConfigError: A name is unknown.
-    """
+    """Raise ``ConfigError`` unless all names in a table, each a ``what``, are ``known``."""
     for name in table:
         if name not in known:
             raise ConfigError(unknown(what, name, list(known)))
 
 
 def _values(tables: Mapping[str, Any], name: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the table ``name``, each of the type that ``kinds`` says."""
+    """Return the values of the table ``name``, each of its type in ``kinds``."""
     table = table_of(tables, name)
     check_names(table, kinds, f"key in [{name}]:")
     return {key: _checked(key, value, kinds[key]) for key, value in table.items()}

@@ -1,1 +1,1 @@
-"""Provide small tools without any federated learning: files, locks, names, imports, texts from other machines."""
+"""Provide small tools without federated learning: files, locks, names, imports, texts."""

@@ -1,7 +1,4 @@
-"""Name clients and Flower's nodes in logs, errors and records.
-
-A client is called by the name of its site, or by its number if sites have no names.
-"""
+"""Name clients and Flower's nodes in logs, errors and records."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a site's name, which becomes
 
 @dataclass(frozen=True)
 class ClientNames:
-    """Hold the names of clients and nodes. In a simulation, clients and nodes have no names, and all fields are empty.
+    """Hold the names of clients and nodes, which are empty in a simulation.
 
     Attributes:
         names: the sites' names, by client index.
         nodes: Flower's node ids, by client index.
-        registered: Returns node id -> name of the site that has this node at present. If a site's key was renewed during
-            the run, the site's node is no longer the one in ``nodes``.
+        registered: Returns node id -> name of the site that has this node now. If a
+            site's key was renewed during the run, its node is not that in ``nodes``.
     """
 
     names: tuple[str, ...] = ()
@@ -30,11 +27,11 @@ class ClientNames:
     registered: Callable[[], Mapping[int, str]] = dict
 
     def site(self, index: int) -> str:
-        """Return the name of the site of client ``index``; empty if the site has no name."""
+        """Return the name of the site of client ``index``, if it has one."""
         return self.names[index] if 0 <= index < len(self.names) else ""
 
     def client(self, index: int) -> str:
-        """Return a client's name for messages: the name of its site, or its number.
+        """Return the name of a client's site, or its number, for messages.
 
         >>> ClientNames().client(2), ClientNames(("east", "west")).client(1)
         ('client 2', 'site west')
@@ -53,7 +50,7 @@ class ClientNames:
         return f"{what} {', '.join(self.site(index) if named else str(index) for index in some)}"
 
     def node(self, node: int) -> str:
-        """Return the name of a Flower node for messages: the name of its site, or its id.
+        """Return the name of a Flower node's site, or its id, for messages.
 
         >>> ClientNames(("east", "west"), (17, 4)).node(4), ClientNames().node(4)
         ('site west', 'node 4')
@@ -62,9 +59,7 @@ class ClientNames:
         return f"site {name}" if name else f"node {node}"
 
     def client_of(self, node: int) -> int | None:
-        """Return the index of the client that has this node: from the start of the run, or since its site's key was renewed.
-
-        The result is None if no client has this node.
+        """Return the index of the client that has this node now or had it at the start, if any.
 
         >>> renewed = ClientNames(("east", "west"), (17, 4), lambda: {17: "east", 9: "west", 5: "north"})
         >>> [renewed.client_of(node) for node in (17, 4, 9, 5)]
@@ -82,8 +77,7 @@ UNNAMED = ClientNames()
 def nodes_of(text: str) -> tuple[int, ...]:
     """Return Flower's node ids in ``text``: (17, 4) for ``"17, 4"``, and () for an empty text.
 
-    Raises:
-        ValueError: The text is no list of node ids, or names a node twice.
+    Another text, or one that names a node twice, raises ``ValueError``.
     """
     names = names_of(text)
     nodes = tuple(int(name) for name in names if re.fullmatch(r"\d{1,20}", name, re.ASCII))
@@ -93,10 +87,9 @@ def nodes_of(text: str) -> tuple[int, ...]:
 
 
 def sites_of(text: str) -> tuple[str, ...]:
-    """Return the names of sites in ``text``: ("east", "west") for ``"east, west"``, and () for an empty text.
+    """Return the names of sites in ``text``: ("east", "west") for ``"east, west"``.
 
-    Raises:
-        ValueError: The text is no list of sites' names, or has a name twice, in upper or lower case.
+    Another text, or one with a name twice, in upper or lower case, raises ``ValueError``.
     """
     names = names_of(text)
     if not all(map(SITE.fullmatch, names)) or len({name.casefold() for name in names}) < len(names):

@@ -1,4 +1,4 @@
-"""Find the git commit of this package's source. The commit is also known without git, as in a container image or on a client's machine."""
+"""Find the git commit of this package's source, also without git, as in an image."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COMMIT = "commit.toml"  # the package's file that holds the commit
 
 
 def commit_of(folder: Path) -> str:
-    """Return the abbreviated git commit of ``folder``, with ``+`` if tracked files have changes; empty outside a git checkout."""
+    """Return the abbreviated git commit of ``folder``, with ``+`` for changes; empty without git."""
     git = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         return subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
@@ -20,11 +20,10 @@ def commit_of(folder: Path) -> str:
 
 
 def commit() -> str:
-    """Return the abbreviated git commit of this package's source. Empty if it is unknown.
+    """Return the abbreviated git commit of this package's source, if known.
 
-    It is read from the file commit.toml (``COMMIT``), which is part of container images and is sent with a run's code.
-    Without this file, it is the commit of the git checkout that holds the package, with ``+`` if tracked files have
-    changes.
+    It is read from commit.toml (``COMMIT``), which is part of images and of a run's code,
+    or from the package's git checkout, with ``+`` if tracked files have changes.
     """
     file = PACKAGE / COMMIT
     return str(tomllib.loads(file.read_text()).get("commit", "")) if file.exists() else commit_of(PACKAGE)

@@ -1,7 +1,6 @@
-"""Call a listener before a client sends data outside its replies: the vectors of a layer-wise exchange.
+"""Call a listener before a client sends data outside its replies: the vectors of an exchange.
 
-The program at a site registers a listener that writes an audit log. Without a listener, as in a simulation, nothing
-happens.
+The program at a site registers one that writes an audit log.
 """
 
 from __future__ import annotations
@@ -9,30 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Listener = Callable[[str, int, int], None]
-"""Takes a section, a number of bytes, and the number of samples behind them (0: unknown). If it raises, the data do not leave."""
+"""Takes a section, a number of bytes and of samples (0: unknown). If it raises, the data stay."""
 
 _listeners: list[Listener] = []
 
 
 def listen(listener: Listener) -> None:
-    """Register ``listener``, which ``leaving`` then calls. It replaces an earlier listener.
-
-    Args:
-        listener: Has the arguments of ``leaving``. If it raises an error, the data are not sent.
-    """
+    """Register the one ``listener`` that ``leaving`` calls. If it raises an error, the data are not sent."""
     _listeners[:] = [listener]
 
 
 def leaving(section: str, nbytes: int, samples: int) -> None:
-    """Call the listener, directly before this process sends data.
+    """Call the listener, directly before this process sends ``nbytes`` from ``samples`` (0: unknown).
 
-    Args:
-        section: The name of the data in the disclosure report: ``exchange``.
-        nbytes: The number of bytes.
-        samples: The number of samples from which the data were computed; 0: unknown.
-
-    Raises:
-        Exception: The listener raised it, for example because it could not write its log. The data must not be sent.
+    If it raises an error, for example because it could not write its log, the data must
+    not be sent.
     """
     for listener in _listeners:
         listener(section, nbytes, samples)

@@ -1,8 +1,9 @@
-"""Write files that a crash does not damage, and lock files, so that only one process at a time uses them.
+"""Write files that a crash does not damage, and lock files for one process at a time.
 
-New content is written to another file, which then replaces the old one. A lock ends at the latest when its process ends.
+New content is written to another file, which then replaces the old one. A lock ends with
+its process.
 
-Tensors are stored as safetensors. The metadata of such a file describe its content (``about``). They also contain a
+The metadata of a safetensors file describe its content (``about``). They also contain a
 SHA-256 of the whole file, by which a damaged file is recognised.
 """
 
@@ -39,16 +40,10 @@ class Damaged(ValueError):
 
 
 def write(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write ``data`` to ``path`` durably: after a crash at any moment the file holds all of ``data``, or its former content.
+    """Write ``data`` to ``path`` durably: after a crash the file holds all of it, or its former content.
 
-    Args:
-        path: The file.
-        data: Its new content.
-        mode: The file's permissions, reduced by the process's umask. By default only its owner can read it.
-
-    Raises:
-        OSError: The file cannot be written, for example because the disk is full. The former content stays,
-            and no other file is left.
+    ``mode`` are the permissions, reduced by the umask. If the file cannot be written
+    (``OSError``), the former content stays, and no other file is left.
     """
     _make(path.parent)
     for unfinished in path.parent.glob(f"{UNFINISHED}*"):
@@ -71,17 +66,10 @@ def write(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def append(path: Path, line: bytes) -> None:
-    """Add a line to a file durably, so that no later crash removes it.
+    """Add ``line``, without its newline, to a file durably, so that no later crash removes it.
 
-    If an earlier crash left half a line at the end of the file, that half stays as a line of its own.
-
-    Args:
-        path: The file.
-        line: The line, without the newline character.
-
-    Raises:
-        OSError: The line cannot be written, for example because the disk is full. Part of it may be in the
-            file.
+    Half a line, which an earlier crash left at the end, stays as a line of its own. If
+    writing fails (``OSError``), part of the line may be in the file.
     """
     _make(path.parent)
     fresh = not path.exists()
@@ -96,7 +84,7 @@ def append(path: Path, line: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync ``folder``, so that new and renamed files in it are there after a crash. Do nothing if the file system cannot do this."""
+    """Sync ``folder``, if its file system can, so that new and renamed files survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -108,7 +96,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _make(folder: Path) -> None:
-    """Make ``folder`` and the folders above it, so that they exist after a crash."""
+    """Make ``folder`` and the folders above it, so that they survive a crash."""
     if not folder.is_dir():
         _make(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -116,10 +104,9 @@ def _make(folder: Path) -> None:
 
 
 def save_network(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a network's tensors durably to a safetensors file without metadata, whose permissions are those of any new file.
+    """Write a network to a safetensors file without metadata, with the usual permissions.
 
-    Raises:
-        OSError: The file cannot be written. The former content stays, as for ``write``.
+    If that fails (``OSError``), the former content stays, as for ``write``.
     """
     from safetensors.torch import save
 
@@ -127,16 +114,7 @@ def save_network(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
-    """Write tensors to a file durably.
-
-    Args:
-        path: The file.
-        tensors: The tensors, by name.
-        about: Metadata that describe the content of the file.
-
-    Raises:
-        OSError: The file cannot be written. The former content stays, as for ``write``.
-    """
+    """Write tensors durably, with the metadata ``about``, as ``write`` does."""
     from safetensors.torch import save
 
     place = secrets.token_hex(len(BLANK) // 2)  # a random text that occurs nowhere else in the file
@@ -146,14 +124,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, 
 
 
 def in_order(data: bytes) -> bytes:
-    """Sort the metadata of a safetensors file, which safetensors writes in another order each time.
-
-    Args:
-        data: The content of the file.
-
-    Returns:
-        The content with sorted metadata.
-    """
+    """Return a safetensors file with sorted metadata, which otherwise are in any order."""
     size = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:size])
     if "__metadata__" in header:
@@ -164,16 +135,10 @@ def in_order(data: bytes) -> bytes:
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a file that ``save_tensors`` has written.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The tensors by name, and the metadata ``about``.
+    """Read tensors and metadata ``about`` that ``save_tensors`` has written.
 
     Raises:
-        Damaged: The file was cut short or altered, or ``save_tensors`` did not write it.
+        Damaged: The file was cut short or altered, or is another one.
         OSError: The file cannot be read.
     """
     from safetensors import SafetensorError
@@ -196,7 +161,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged file, so that no program reads it again. Return the new path, which ends in ``.set-aside-1`` or so."""
+    """Rename a damaged file, so that no program reads it. Return the path, ``*.set-aside-1`` or so."""
     number = 1
     while (aside := path.with_name(f"{path.name}.set-aside-{number}")).exists():
         number += 1
@@ -209,11 +174,9 @@ class Unsupported(RuntimeError):
 
 
 def hold(file: IO[str], *, shared: bool = False) -> None:
-    """Lock ``file`` until it is closed, or this process ends. The call does not wait for a lock.
+    """Lock ``file`` until it is closed, or this process ends, without waiting for a lock.
 
-    Args:
-        file: an open file.
-        shared: whether other processes may hold a ``shared`` lock at the same time.
+    Other processes may hold a ``shared`` lock at the same time.
 
     Raises:
         BlockingIOError: another process has locked it.
@@ -226,14 +189,10 @@ def hold(file: IO[str], *, shared: bool = False) -> None:
 
 
 def take(path: Path, lockless: Callable[[], None] = lambda: None) -> IO[str]:
-    """Lock the file at ``path``, which is created if missing, until ``release`` or the end of this process.
+    """Lock the file at ``path``, made if missing, until ``release`` or the end of this process.
 
-    Args:
-        path: the file.
-        lockless: called if the file system has no locks. Other processes can then use the file, too.
-
-    Returns:
-        The open file, for ``release``.
+    ``lockless`` is called if the file system has no locks. Other processes can then use
+    the file, too.
 
     Raises:
         BlockingIOError: another process has locked it.
@@ -256,6 +215,6 @@ def take(path: Path, lockless: Callable[[], None] = lambda: None) -> IO[str]:
 
 
 def release(lock: IO[str], path: Path) -> None:
-    """Release ``lock``, which ``take`` returned for the file at ``path``, and remove that file."""
+    """Release the ``lock`` that ``take`` returned for ``path``, and remove that file."""
     path.unlink(missing_ok=True)
     lock.close()

@@ -1,4 +1,4 @@
-"""Write messages about missing packages of an extra, with the command that installs them: ``pip install 'fl-bn[report]'``."""
+"""Write messages about missing packages of an extra, with the command that installs them."""
 
 from __future__ import annotations
 
@@ -23,51 +23,33 @@ DEPLOYMENT = ("packaging",)  # modules of the extra of this name: without them t
 
 
 class NotInstalled(ImportError, ValueError):
-    """Signal that a command, or an object named by the user, needs a package of an extra that is not installed."""
+    """Signal that a command or object of the user's needs an extra that is not installed."""
 
 
 def lacking(what: str, *modules: str) -> str:
-    """Return a sentence that says which packages are missing, and how to install them.
+    """Return a sentence on how to install the missing packages of ``modules``, if any.
 
-    Args:
-        what: The thing that needs the packages, as the subject of the sentence.
-        modules: Modules of the packages, which are keys of ``EXTRAS``.
-
-    Returns:
-        The sentence. Empty if all packages are installed.
+    ``what`` needs the packages, and is the subject of the sentence.
     """
     absent = [name for name in modules if find_spec(name) is None]
     return sentence(what, absent) if absent else ""
 
 
 def need(what: str, *modules: str) -> None:
-    """Check that all ``modules`` are installed.
-
-    Args:
-        what: The thing that needs the modules, as the subject of the error message.
-        modules: The modules, which are keys of ``EXTRAS``.
-
-    Raises:
-        NotInstalled: A module is missing. The message has the command that installs it.
-    """
+    """Raise ``NotInstalled`` unless all ``modules``, keys of ``EXTRAS``, are installed."""
     if message := lacking(what, *modules):
         raise NotInstalled(message)
 
 
 def sentence(what: str, absent: list[str]) -> str:
-    """Return the message that modules are missing, with the command that installs them.
-
-    Args:
-        what: The thing that needs the modules, as the subject of the sentence.
-        absent: The missing modules, which are keys of ``EXTRAS``.
-    """
+    """Return the message that ``what`` needs modules, with the command that installs them."""
     extras = ",".join(dict.fromkeys(EXTRAS[name] for name in absent))
     packages = " and ".join(name.replace("_", "-") for name in absent)
     return f"{what} needs {packages}, which {'are' if len(absent) > 1 else 'is'} not installed: pip install 'fl-bn[{extras}]'"
 
 
 def version_of(package: str) -> str:
-    """Return the installed version of ``package``. ``ABSENT`` if it is not installed."""
+    """Return the installed version of ``package``, or ``ABSENT``."""
     try:
         return version(package)
     except PackageNotFoundError:

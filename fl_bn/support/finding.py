@@ -1,4 +1,4 @@
-"""Describe the result of one check, for example of a data set's files or of a machine on which a client will run."""
+"""Describe the result of one check, for example of a data set's files or of a machine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,8 @@ class Finding:
 
     Attributes:
         status: ``ok``; ``warn`` for a possible problem; ``fail`` for a certain one.
-        check: the name of the check.
         text: the result in words.
-        do: what to do about a warning or a failure. Empty for ``ok``.
-
-    Raises:
-        ValueError: ``do`` is missing for a warning or failure, or given for ``ok``.
+        do: advice, for a warning or a failure only, else ``ValueError`` is raised.
     """
 
     status: Status
@@ -33,18 +29,18 @@ class Finding:
             raise ValueError(f"{self.check}: a warning or a failure must say what to do, and an ok must not, but got {self}")
 
     def __str__(self) -> str:
-        """Return status, check, text and advice as one line. Line breaks in them become spaces."""
+        """Return status, check, text and advice as one line."""
         message = " -> ".join(filter(None, (self.text, self.do)))
         return f"{self.status:<4}  {self.check}: {' '.join(message.split())}"
 
 
 def guard(check: str, look: Callable[[], Finding]) -> Finding:
-    """Return the finding of ``look``. If it raises, return a failure, so that the other checks can still be made."""
+    """Return the finding of ``look``, or a failure if it raises."""
     return next(guard_each(check, lambda: [look()]))
 
 
 def guard_each(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of ``look``. If it raises, yield a failure as the last one."""
+    """Yield the findings of ``look``, and a failure if it raises."""
     try:
         yield from look()
     except Exception as error:  # one broken check must not stop the others
@@ -58,7 +54,7 @@ def failure(check: str, error: Exception) -> Finding:
 
 
 def reason(error: Exception) -> str:
-    """Return the text of ``error``. For an OSError, leave out the error number, and name the file if there is one."""
+    """Return the text of ``error``; for an OSError, without its number, but with the file."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) or type(error).__name__

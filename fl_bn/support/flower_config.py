@@ -1,4 +1,4 @@
-"""Write configs in the form of Flower's command lines. No torch is imported, so that processes start quickly."""
+"""Write configs in the form of Flower's command lines, without torch, to start quickly."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ NODES = "FL_BN_NODES"  # environment variable of a deployed ServerApp: the file 
 
 
 def flower_config(values: Mapping[str, Scalar]) -> str:
-    """Return ``values`` as text for Flower's options --node-config and --run-config, such as ``rounds=3 method="fbn"``.
+    """Return ``values`` for Flower's options --node-config and --run-config: ``rounds=3 method="fbn"``.
 
-    Raises:
-        ValueError: A value has a line break or another unprintable character, or a single quote together with a double
-            quote or a backslash.
+    A value with an unprintable character, or with a single quote and a double quote or
+    backslash, raises ``ValueError``.
     """
     return " ".join(f"{name}={_scalar(name, value)}" for name, value in values.items())
 
@@ -39,10 +38,10 @@ def _scalar(name: str, value: Scalar) -> str:
 
 
 def registered_nodes() -> dict[int, str]:
-    """Return the sites of the nodes that are registered at the SuperLink at present: node id -> name of its site.
+    """Return the nodes that are registered at the SuperLink at present: node id -> site.
 
-    The nodes are read from the file that the environment variable ``FL_BN_NODES`` names. ``fl-bn register`` writes this file,
-    also during a run if ``fl-bn kit`` has changed a site. Without the variable or the file, the result is empty.
+    They are read from the file that the environment variable ``FL_BN_NODES`` names, if
+    any, which ``fl-bn register`` writes, also during a run.
     """
     file = os.environ.get(NODES, "")
     try:

@@ -1,7 +1,4 @@
-"""Connect to programs on the same machine without a proxy.
-
-By default, gRPC uses the proxy that an environment variable names, even for connections to the same machine.
-"""
+"""Connect to programs on the same machine without a proxy, which gRPC uses even there."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ HERE = ("127.0.0.0/8", "::1", "localhost")  # as gRPC understands them
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether ``host`` is a loopback address, so that no traffic leaves this machine."""
+    """Return whether ``host`` is a loopback address of this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -21,12 +18,12 @@ def is_loopback(host: str) -> bool:
 
 
 def direct(address: str) -> list[tuple[str, int]]:
-    """Return the options of a gRPC channel to ``address`` (HOST:PORT). For an address of this machine, the options switch the proxy off."""
+    """Return options of a gRPC channel to HOST:PORT, without a proxy on this machine."""
     return [("grpc.enable_http_proxy", 0)] if is_loopback(address.rpartition(":")[0].strip("[]")) else []
 
 
 def excepted(variables: Mapping[str, str]) -> list[str]:
-    """Return the hosts that gRPC reaches without a proxy, according to the environment variables ``variables``."""
+    """Return the hosts that gRPC reaches without a proxy by these environment variables."""
     listed = next((variables[name] for name in EXCEPTIONS if name in variables), "")
     return [host.strip() for host in listed.split(",") if host.strip()]
 
@@ -34,10 +31,7 @@ def excepted(variables: Mapping[str, str]) -> list[str]:
 def with_exceptions(variables: Mapping[str, str]) -> dict[str, str]:
     """Return ``no_grpc_proxy`` and its value, for the environment of another program.
 
-    With this variable, gRPC in that program reaches this machine without a proxy. The value also has all hosts that
-    ``variables`` exempt from the proxy. Only gRPC reads this variable, so other software is not affected.
-
-    Args:
-        variables: the environment variables of this process.
+    So gRPC in that program reaches this machine, and all hosts that ``variables`` exempt,
+    without the proxy. Other software does not read this variable.
     """
     return {EXCEPTIONS[0]: ",".join(dict.fromkeys([*excepted(variables), *HERE]))}

@@ -1,4 +1,4 @@
-"""Write errors about names that people type. One sentence has the expected names, the given one, and the nearest known one."""
+"""Write errors about names that people type, with the given name and the nearest known one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BLANK = re.compile("[\\u034f\\u115f\\u1160\\u17b4\\u17b5\\u180b-\\u180f\\u2800\\
 
 
 def visible(text: str) -> bool:
-    """Return whether all characters of ``text`` can be seen. Control, invisible and direction characters, and line breaks, cannot."""
+    """Return whether all characters can be seen: no control, invisible or direction ones, or line breaks."""
     return all(c.isprintable() or unicodedata.category(c) == "Zs" for c in text) and not BLANK.search(text)  # Zs: spaces of any width
 
 
 def escaped(text: str) -> str:
-    r"""Return ``text`` with characters that cannot be seen, but line breaks, as ``\u202e`` or so, which Python and TOML read."""
+    r"""Return ``text`` with invisible characters, but line breaks, as ``\u202e``, as in Python and TOML."""
     return "".join(c if c == "\n" or visible(c) else f"\\u{ord(c):04x}" if ord(c) < 0x10000 else f"\\U{ord(c):08x}" for c in text)
 
 
@@ -29,7 +29,7 @@ def short(value: object) -> str:
 
 
 def nearest(name: object, known: Collection[str]) -> str:
-    """Return ``: did you mean 'fedbn'?`` with the name in ``known`` that is most similar to ``name``. Empty: none is similar."""
+    """Return ``: did you mean 'fedbn'?`` with the name in ``known`` most similar to ``name``, if any."""
     near = difflib.get_close_matches(name, known, 1) if isinstance(name, str) and name not in known else []
     return f": did you mean {short(near[0])}?" if near else ""
 
@@ -40,13 +40,10 @@ def names_of(text: str) -> tuple[str, ...]:
 
 
 def unknown(what: str, name: object, known: Collection[str], where: str = "") -> str:
-    """Return the message for an unknown name, with the most similar known name, or with all if none is similar.
+    """Return the message for an unknown name, with the nearest known name, or with all.
 
-    Args:
-        what: the kind of thing that is named, such as "key".
-        name: the given name.
-        known: the known names.
-        where: the place of the name, such as " in [data]", which is added after the name.
+    ``what`` is the kind of thing, such as "key". ``where``, such as " in [data]", follows
+    the name.
     """
     near = nearest(name, known)
     return f"unknown {what} {short(name)}{where}" + (near or f" (known: {', '.join(known)})")
@@ -55,26 +52,13 @@ def unknown(what: str, name: object, known: Collection[str], where: str = "") ->
 def expected(what: str, name: object, known: Collection[str], others: str = "", hidden: Collection[str] = ()) -> str:
     """Return the message for a name that is not among ``known``.
 
-    Args:
-        what: the kind of thing that is named, such as "method".
-        name: the given name.
-        known: the accepted names.
-        others: other accepted values in words, such as ", or a function".
-        hidden: further accepted names. The message does not list them, but may suggest the most similar one.
+    ``what`` is the kind of thing, such as "method". ``others`` are other accepted values
+    in words. ``hidden`` names are not listed, but may be suggested.
     """
     return f"{what} must be one of {', '.join(known)}{others}, but got {short(name)}{nearest(name, [*known, *hidden])}"
 
 
 def check_name(what: str, name: object, known: Collection[str]) -> None:
-    """Check that ``name`` is among ``known``.
-
-    Args:
-        what: the kind of thing that is named, such as "method", for the message.
-        name: the given name.
-        known: the accepted names.
-
-    Raises:
-        ValueError: ``name`` is not among ``known``. The message lists the known names.
-    """
+    """Raise ``ValueError`` unless ``name``, of the kind ``what``, is among ``known``."""
     if not isinstance(name, str) or name not in known:
         raise ValueError(expected(what, name, known))

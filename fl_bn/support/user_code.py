@@ -1,10 +1,9 @@
-"""Find functions that a run config names as "package.module:function", and limit the modules that it may name.
+"""Find functions that a run config names as "package.module:function", in allowed modules only.
 
-A run config is sent from its author to every machine that takes part, without a signature. So it may only name
-functions of two kinds of modules: the app's own, whose code a client's site has already accepted, and those that
-the machine's owner allows. Every other name (``os:system``) is refused before anything is imported.
-
-Installed packages may add names, too: ``import_extensions``.
+A run config is sent without a signature to every machine that takes part. So it may only
+name functions of the app's own modules, whose code a client's site has accepted, and of
+those that the machine's owner allows. Every other name (``os:system``) is refused before
+anything is imported.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ class Modules:
     """Hold the modules whose functions a run config may name.
 
     Attributes:
-        app: the app's folder. All modules in it are allowed. None: there is no app.
-        names: modules that the machine's owner allows, with all their submodules. ``*`` allows all modules except those of
-            Python and of installed packages.
+        app: the app's folder, all of whose modules are allowed. None: there is no app.
+        names: modules that the machine's owner allows, with their submodules. ``*``
+            allows all modules except those of Python and of installed packages.
     """
 
     app: Path | None = None
@@ -53,24 +52,17 @@ class Modules:
 
     @classmethod
     def of(cls, app: Path | None, allowed: str = "") -> Modules:
-        """Collect the allowed modules of this machine.
+        """Collect the allowed modules of this machine, those of the Flower app in ``app`` among them.
 
-        Args:
-            app: a folder. If it is the folder of a Flower app, its modules are allowed. A folder of installed packages is
-                ignored.
-            allowed: names of further allowed modules, separated by commas, as in a node config. The names in
-                ``FL_BN_ALLOW_MODULES`` are allowed, too.
+        ``allowed`` names further modules, separated by commas, as does
+        ``FL_BN_ALLOW_MODULES``. A folder of installed packages is ignored.
         """
         texts = (allowed, os.environ.get(VARIABLE, ""))
         names = tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
         return cls(app.resolve() if app is not None and _is_app(app) else None, names)
 
     def check(self, module: str) -> None:
-        """Refuse a module whose functions a run config may not name. Nothing is imported.
-
-        Raises:
-            Refused: A run config may not name functions of ``module``. The message has the reason and what to do.
-        """
+        """Raise ``Refused``, before any import, if a run config may not name functions of ``module``."""
         top = module.partition(".")[0]
         if any(f"{module}.".startswith(f"{name}.") for name in self.names if name != OWN):
             return
@@ -89,7 +81,8 @@ class Modules:
     def _holds(self, module: str) -> bool:
         """Return whether the app's folder has a file for ``module``.
 
-        Without ``__init__.py``, the files of a package may be in several folders, and only those in the app are allowed.
+        Without ``__init__.py``, a package may be in several folders, of which only the
+        app's are allowed.
         """
         assert self.app is not None
         base = self.app.joinpath(*module.split("."))
@@ -103,15 +96,11 @@ _ADVICE = (
 
 
 def function(what: str, name: str, modules: Modules | None = None) -> Callable[..., Any]:
-    """Import a function by its name.
-
-    Args:
-        what: the thing that the function makes, for the message.
-        name: "package.module:function".
-        modules: modules that may hold the function. None: any.
+    """Import a function by its name "package.module:function", to make ``what``.
 
     Raises:
-        Refused: ``modules`` do not allow the module in the name, or the module that defines the function.
+        Refused: ``modules`` do not allow the module in the name, or the module that
+            defines the function.
         ValueError: the name has another form, or there is no such function.
         Exception: any error that importing the module raises.
     """
@@ -139,10 +128,8 @@ def function(what: str, name: str, modules: Modules | None = None) -> Callable[.
 def import_extensions() -> None:
     """Import the modules that installed packages list in the entry-point group ``fl_bn``.
 
-    Each of these modules adds methods, tasks or other objects to fl-bn's registries, as in ``METHODS["mine"] = mine``.
-
-    Raises:
-        ValueError: importing a module raises an error. The message names the package.
+    Each adds methods, tasks or others to fl-bn's registries, as in ``METHODS["mine"] =
+    mine``. If one cannot be imported, ``ValueError`` names its package.
     """
     for point in entry_points(group=GROUP):
         try:
@@ -176,7 +163,7 @@ def _spec(top: str) -> ModuleSpec | None:
 
 
 def _places(top: str) -> list[Path]:
-    """Return the folders of the module or package ``top``; empty if there is none."""
+    """Return the folders of the module or package ``top``, if there is one."""
     spec = _spec(top)
     if spec is None:
         return []

@@ -1,4 +1,4 @@
-"""Report errors in messages received from a client or the server, and shorten received texts to one line for logs and errors."""
+"""Report errors in received messages, and shorten received texts for logs and errors."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class WireError(ValueError):
 
 
 class Absent(WireError):
-    """Signal that a client's reply says that it could not take part in the round."""
+    """Signal that a client says that it could not take part in the round."""
 
 
 def printable(text: str, most: int = SHOWN) -> str:
-    """Return a received text for a log. A text that is long, or has characters that cannot be seen, is cut and quoted."""
+    """Return a received text for a log, cut and quoted if it is long or not printable."""
     return text if len(text) <= most and visible(text) else f"{escaped(repr(text[:most]))}{' ...' if len(text) > most else ''}"
 
 
 def reason(text: str | None) -> str:
-    """Shorten Flower's report of an error at a client to one line, cut after ``REASON`` characters.
+    """Shorten Flower's report of an error at a client to one line of ``REASON`` characters.
 
-    If a ClientApp raised the error, the line is ``CLASS: MESSAGE``. If ``text`` is None, the result is empty.
+    If a ClientApp raised the error, the line is ``CLASS: MESSAGE``.
     """
     text = (text or "")[: 4 * REASON]
     if raised := RAISED.match(text):
@@ -55,7 +55,8 @@ def reason(text: str | None) -> str:
 def excerpt(value: object) -> str:
     """Return a short text for a received value, for an error message.
 
-    Small values are shown. A long text is cut, and a long list or a huge number is described, as in "a list of 12".
+    A long text is cut, and a long list or a huge number is described, as in "a list of
+    12".
     """
     if isinstance(value, str | bytes):
         return escaped(repr(value[:SHOWN])) + (f" ... ({len(value)} long)" if len(value) > SHOWN else "")

@@ -1,1 +1,1 @@
-"""Run sweeps: many runs whose run configs are all combinations of values on axes."""
+"""Run sweeps: runs whose run configs are all combinations of values on axes."""

@@ -1,7 +1,7 @@
 """Run the cells of a sweep, several at a time.
 
-A *cell* is one run of a sweep. Finished cells are not repeated, and the errors of failed cells are reported. All worker
-processes end with the process that started them.
+A *cell* is one run of a sweep. Finished cells are not repeated, and the errors of failed
+cells are reported. Worker processes end with their parent.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ CENTRALISED = "centralised"  # in a sweep, the name of training on all clients' 
 OUTCOME = "cell.json"
 PROGRESS = 0.5  # seconds between two looks at the files of the running cells
 ROUNDS_OTHERWISE = {"memory-format", "deterministic", "device", "engine", "threads"}
-"""Run-config keys that change only the last digits of numbers. Runs that differ in these keys may be compared."""
+"""Run-config keys that change only last digits, in which compared runs may differ."""
 OWN = {"output", "name", "pictures", "resume", "workers", "callbacks"}  # keys that a sweep sets itself, or that do not change results
 
 
 class Elsewhere(RunFailed):
-    """Signal that another process runs a cell, here or on another machine that shares the disk."""
+    """Signal that another process runs a cell, here or on a machine that shares the disk."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Cell:
 
     Attributes:
         config: The run config.
-        axes: The value of the run on each axis of the sweep, for tables.
-        centralised: Whether one model is trained on the data of all clients together, without federation.
+        axes: The value of the run on each axis of the sweep.
+        centralised: Whether one model is trained on the data of all clients together.
     """
 
     config: RunConfig
@@ -65,18 +65,17 @@ class Cell:
         return Path(self.config.output) / self.config.name
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of ``rounds.jsonl``, one per round; an incomplete last line is left out."""
+        """Return the rows of ``rounds.jsonl``, one per round, but an incomplete last line."""
         return read_rows(self.path / "rounds.jsonl")[0]
 
     def ran(self) -> dict[str, Any]:
-        """Return the run config with which the run in the folder was begun, with all keys; empty: no run was begun."""
+        """Return the run config, with all keys, of the run in the folder, if one was begun."""
         return _config(self.path)
 
     def finished(self) -> bool:
         """Return whether the folder has a finished run of this cell, on any device and engine.
 
-        Raises:
-            ConfigError: The folder holds a run with another run config. That run must not be overwritten.
+        If it holds a run with another run config, ``ConfigError`` is raised.
         """
         keys, outcome = self.ran(), self.outcome()
         if not keys:
@@ -91,7 +90,7 @@ class Cell:
         return outcome.get("status") == "finished" and whole
 
     def outcome(self) -> dict[str, Any]:
-        """Return the content of ``cell.json``; empty: the run has not ended, or the file cannot be read."""
+        """Return the content of ``cell.json``, if the run has ended and it can be read."""
         try:
             outcome: dict[str, Any] = json.loads((self.path / OUTCOME).read_text())
         except (OSError, ValueError):
@@ -99,13 +98,7 @@ class Cell:
         return outcome
 
     def write_outcome(self, status: str, seconds: float, error: str = "") -> None:
-        """Write ``cell.json``, which says how the run ended.
-
-        Args:
-            status: ``finished`` or ``failed``.
-            seconds: How long the run took.
-            error: Why the run failed; empty: it did not fail.
-        """
+        """Write ``cell.json``, which says how the run ended, and if it failed with which ``error``."""
         self.path.mkdir(parents=True, exist_ok=True)
         about = {"axes": dict(self.axes), "config": self.config.to_mapping(), "centralised": self.centralised}
         text = json.dumps({**about, "status": status, "seconds": round(seconds, 2), "error": error}, indent=1) + "\n"
@@ -113,12 +106,10 @@ class Cell:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Lock the cell, so that no other process runs it, not even on another machine that shares the disk.
+        """Lock the cell, also on other machines that share the disk, or raise ``Elsewhere``.
 
-        The file of the lock is beside the run's folder, since that folder may be deleted meanwhile.
-
-        Raises:
-            Elsewhere: Another process still runs the cell.
+        The file of the lock is beside the run's folder, since that folder may be deleted
+        meanwhile.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.parent / f".{self.path.name}.lock"
@@ -144,7 +135,7 @@ def trained_as(method: str) -> tuple[str, bool]:
 
 
 def run_cell(cell: Cell) -> None:
-    """Lock a cell and run it, unless it is finished. Worker processes call this function. The log lies beside the run's folder."""
+    """Lock a cell and run it, unless it is finished. Worker processes call this function."""
     with cell.held():
         if not cell.finished():
             _run(cell)
@@ -176,17 +167,17 @@ def _run(cell: Cell) -> None:
 
 
 def run_cells(cells: Sequence[Cell], jobs: int, progress: Callable[[int, int], None]) -> dict[str, str]:
-    """Run the cells (runs of a sweep) that are not finished, in worker processes.
+    """Run the unfinished cells in worker processes. Return the errors of failed ones, by name.
 
-    If a worker dies, the cells that have not ended are run one at a time, to find the one whose worker dies.
+    If a worker dies, the others are run one at a time, to find the cell whose worker
+    dies.
 
     Args:
         cells: The cells.
-        jobs: The number of cells at a time; 0: one per core. It is less if a cell asks for several worker processes.
-        progress: Called about twice a second with the number of finished rounds and of all rounds.
-
-    Returns:
-        The error of each cell that failed, by its name.
+        jobs: The number of cells at a time; 0: one per core, fewer if a cell asks for
+            worker processes.
+        progress: Called about twice a second with the number of finished rounds and of
+            all rounds.
     """
     waiting = [cell for cell in cells if not cell.finished()]
     workers = max((cell.config.workers or 1 for cell in waiting), default=1)
@@ -206,16 +197,10 @@ def run_cells(cells: Sequence[Cell], jobs: int, progress: Callable[[int, int], N
 
 
 def _run_batch(batch: Sequence[Cell], jobs: int, errors: dict[str, str], show: Callable[[], None]) -> list[Cell]:
-    """Run cells in a pool of worker processes until all have ended, or a worker has died.
+    """Run cells in worker processes until all have ended, or a worker has died.
 
-    Args:
-        batch: The cells.
-        jobs: The number of worker processes.
-        errors: Gets the errors of cells that fail, by their names.
-        show: Called about twice a second.
-
-    Returns:
-        The cells that have not ended, because a worker died.
+    Return those that have not ended. ``errors`` gets the errors of cells that fail, by
+    name.
     """
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_end_with_parent)
     try:
@@ -238,10 +223,10 @@ def _run_batch(batch: Sequence[Cell], jobs: int, errors: dict[str, str], show: C
 
 
 def _config(run: Path) -> dict[str, Any]:
-    """Return the run config in the folder of a run, with defaults for keys that it lacks; empty: there is none that can be read.
+    """Return the run config in a run's folder, with defaults for keys that it lacks, if readable.
 
-    Raises:
-        ConfigError: It is one of an earlier version, with a value that no run has any more.
+    One of an earlier version with a value that no run has any more raises
+    ``ConfigError``.
     """
     try:
         keys = read_config(run)

@@ -17,10 +17,10 @@ def comparison(methods: Sequence[str], seeds: Sequence[int], base: Mapping[str, 
     """Return the sweep that runs each method with each seed.
 
     Args:
-        methods: The methods to compare, each a label: ``fbn``, ``centralised-gn``, or ``fbn:learning-rate=0.01;local-steps=1``,
-            with run-config keys of its own.
-        seeds: The seeds. All methods are run with the first seed before the second begins.
-        base: Run-config keys of all runs. Each must have an effect in at least one run; other runs leave it out.
+        methods: The labels of the methods: ``fbn``, ``centralised-gn``, or, with
+            run-config keys of its own, ``fbn:learning-rate=0.01;local-steps=1``.
+        seeds: The seeds, of which each begins after the one before.
+        base: Run-config keys of all runs. Each must have an effect in at least one run.
         title: The title of the table and the picture.
 
     Raises:
@@ -43,11 +43,7 @@ def comparison(methods: Sequence[str], seeds: Sequence[int], base: Mapping[str, 
 
 
 def check_metric(cells: Sequence[Cell]) -> None:
-    """Check that all cells (runs) measure the same metric on the same kind of samples, so that they can be compared.
-
-    Raises:
-        ConfigError: The runs have tasks with different metrics, or are tested on test, validation or training samples.
-    """
+    """Raise ``ConfigError`` unless all cells measure the same metric on the same kind of samples."""
     if len(splits := {(cell.config.validation_share, cell.config.changes.split) for cell in cells}) > 1:
         parts = sorted({f"{share:g} of the training" if share else evaluated_on(share, on) for share, on in splits})
         raise ConfigError(f"give all the same validation-share: these runs are tested on {' and '.join(parts)} samples")

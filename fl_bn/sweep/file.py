@@ -31,7 +31,8 @@
                                             # a table instead of a list replaces the axis
                                             # where and skip of a variant replace those of the file
 
-Every combination of values is one run. ``skip`` is a list of tables, each with a combination to leave out.
+Every combination of values is one run. ``skip`` is a list of tables, each with a
+combination to leave out.
 """
 
 from __future__ import annotations
@@ -74,39 +75,34 @@ Axis = dict[str, dict[str, Any]]
 class Where:
     """Set run-config keys for some combinations only: an entry of ``[[where]]``.
 
-    Attributes:
-        at: Axis -> the label that a combination must have on this axis.
-        keys: The run-config keys of these combinations.
+    ``at`` has, by axis, the label that a combination must have. ``keys`` are set for it.
     """
 
     at: Mapping[str, str]
     keys: Mapping[str, Any]
 
     def has(self, at: Mapping[str, str], keys: Mapping[str, Any]) -> bool:
-        """Return whether this entry applies to a combination.
+        """Return whether this entry applies to the combination ``at`` with ``keys``.
 
-        Args:
-            at: Axis -> the label of the combination.
-            keys: The run-config keys of the combination. If the variant replaces an axis by a single value, the name of the
-                axis is one of these keys. Its value is then compared instead of a label.
+        If a variant replaces an axis by a single value, that is the value of a key with
+        the axis's name.
         """
         return all(at.get(axis, str(keys.get(axis))) == value for axis, value in self.at.items())
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Describe a sweep, from a sweep file or ``fl-bn compare``.
-
-    The runs of a sweep are all combinations of values on its axes.
+    """Describe a sweep, from a sweep file or ``fl-bn compare``: combinations of values on axes.
 
     Attributes:
         title: The title in the report.
         keys: Run-config keys of all runs.
-        axes: Axis -> label of a value -> the run-config keys that the value sets, each with its value.
-        skip: The combinations to leave out. Each entry has the labels on some axes.
-        own: Keys that must have an effect in at least one run. For a variant of a file, these are the keys that the
-            variant itself sets. Other keys of the file may have an effect in other variants only.
-        where: Keys for some combinations only, which override those of ``keys`` and ``axes``.
+        axes: Axis -> label of a value -> the run-config keys that the value sets.
+        skip: The combinations to leave out, each by labels on some axes.
+        own: Keys that must have an effect in at least one run. For a variant, they are
+            those that it sets itself.
+        where: Keys for some combinations only, which override those of ``keys`` and
+            ``axes``.
         tables: The other tables of the file, such as [report].
     """
 
@@ -119,7 +115,7 @@ class Sweep:
     tables: Mapping[str, Any] = field(default_factory=dict)
 
     def points(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield two mappings for every combination of values: axis -> value, and run-config key -> value.
+        """Yield axis -> value, and run-config key -> value, for every combination of values.
 
         All combinations with the first seed come before those with the second.
         """
@@ -144,11 +140,12 @@ class Sweep:
         return tomli_w.dumps({name: table for name, table in tables.items() if table != []})
 
     def cells(self, output: Path) -> list[Cell]:
-        """Return the cells (runs) of the sweep, one for each combination. Their folders are in ``output/runs``.
+        """Return the cells of the sweep, one for each combination, in ``output/runs``.
 
         Raises:
-            ConfigError: A key is unknown, its value is out of range, or it has no effect although ``own``
-                demands one; or two cells would have the same folder, a folder holds another run, or there is no cell.
+            ConfigError: A key is wrong, or has no effect although it is in ``own``; two
+                cells have the same folder; a folder holds another run; or there is no
+                cell.
         """
         made: list[Cell] = []
         use = Usage()
@@ -177,12 +174,13 @@ def read(path: Path, variant: str = "", data: str = "data", overrides: Mapping[s
 
     Args:
         path: The file.
-        variant: The name of a variant in the file; empty: the file without any variant.
+        variant: The name of a variant in the file; empty: none.
         data: The folder whose path replaces ``{data}`` in values.
         overrides: Run-config keys that override those of the file.
 
     Raises:
-        ConfigError: The file does not exist, is not TOML, or has an unknown table or key, or a wrong value.
+        ConfigError: The file does not exist, is not TOML, or has an unknown table or key,
+            or a wrong value.
     """
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -197,17 +195,9 @@ def read(path: Path, variant: str = "", data: str = "data", overrides: Mapping[s
 
 
 def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrides: Mapping[str, Any]) -> Sweep:
-    """Make a sweep from the content of a sweep file.
+    """Make a sweep from the ``tables`` of a sweep file, as ``read`` does.
 
-    Args:
-        tables: The content of the file.
-        name: The title of the sweep, if the file has none.
-        variant: The name of a variant in the file; empty: the file without any variant.
-        data: The folder whose path replaces ``{data}`` in values.
-        overrides: Run-config keys that override those of the file.
-
-    Raises:
-        ConfigError: There is an unknown table or key, or a wrong value.
+    ``name`` is its default title.
     """
     check_names(tables, TABLES, "table")
     chosen = _variant(tables, variant)
@@ -252,16 +242,10 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
 
 
 def _where(cases: Any, axes: Mapping[str, Sequence[str]], overrides: Mapping[str, Any], data: str) -> tuple[Where, ...]:
-    """Read the entries of ``[[where]]``.
+    """Read the entries of ``[[where]]``, or raise ``ConfigError``.
 
-    Args:
-        cases: The entries.
-        axes: The axes of the file and of the variant, each with all labels from the file and from the variant.
-        overrides: Run-config keys that override those of the entries.
-        data: The folder whose path replaces ``{data}`` in values.
-
-    Raises:
-        ConfigError: An entry has an unknown axis or label, or is not of the right form.
+    ``axes`` has all labels of the file and the variant. ``overrides`` are keys that
+    override the entries'.
     """
     made = []
     for case in cases:
@@ -279,11 +263,9 @@ def _where(cases: Any, axes: Mapping[str, Sequence[str]], overrides: Mapping[str
 
 
 def _check_report(tables: Mapping[str, Any], name: str, axes: Mapping[str, Axis], tasks: Collection[str]) -> None:
-    """Check the table [report] of a sweep file, so that mistakes are found before the first run, and not after the last.
+    """Check [report] of a sweep file before the first run, or raise ``ConfigError``.
 
-    Raises:
-        ConfigError: [report] has an unknown key or value, or names an axis that the sweep does not have, or a metric that no
-            column of results has. A task of the user's own may have any metric.
+    A metric must be a column of results; a task of the user's own may have any.
     """
     settings = parse_settings(tables, name, "")
     columns = {MEGABYTES, GIGABYTES, *(column for task in TASKS.values() for column in round_columns(task()))}
@@ -317,15 +299,9 @@ def _axis(axis: str, values: Any) -> Axis:
 
 
 def refuse_decided(command: str, keys: Mapping[str, Any], instead: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Refuse keys that a command sets itself for each of its runs.
+    """Raise ``ConfigError`` if ``keys`` has keys that a command sets itself for each run.
 
-    Args:
-        command: The command, as it is typed.
-        keys: The keys that the user gave to the command.
-        instead: Further keys that the command sets itself -> the advice for the user.
-
-    Raises:
-        ConfigError: ``keys`` has a key that the command sets itself.
+    ``instead`` has further such keys -> the advice for the user.
     """
     advice = {**INSTEAD, **instead}
     if taken := [key for key in keys if key in advice]:
@@ -333,7 +309,7 @@ def refuse_decided(command: str, keys: Mapping[str, Any], instead: Mapping[str, 
 
 
 def _keys_in(axes: Mapping[str, Any]) -> set[str]:
-    """Return the run-config keys that the values on the axes set. An axis given as a list of labels adds no keys."""
+    """Return the run-config keys that the axes' values set. A list of labels adds none."""
     return {key for values in axes.values() if isinstance(values, dict) for keys in values.values() for key in keys}
 
 
@@ -346,8 +322,8 @@ def _kept(axis: str, values: Axis, labels: list[Any]) -> Axis:
 def _overridden(axis: str, values: Axis, overrides: Mapping[str, Any]) -> Axis:
     """Return an axis without the keys that ``overrides`` sets for all runs.
 
-    Raises:
-        ConfigError: ``overrides`` has the axis itself, or only keys of ``overrides`` distinguish two of its values.
+    If ``overrides`` has the axis itself, or two of its values do not differ any more,
+    ``ConfigError`` is raised.
     """
     remaining = {label: {key: value for key, value in keys.items() if key not in overrides} for label, keys in values.items()}
     for one, other in itertools.combinations(values, 2):

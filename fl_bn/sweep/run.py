@@ -1,4 +1,4 @@
-"""Plan, check and run a sweep. Mistakes are found before the first run, and finished cells are not run again."""
+"""Plan, check and run a sweep. Mistakes are found before the first run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ FILE = "sweep.toml"
 
 @dataclass(frozen=True)
 class Plan:
-    """Say which cells (runs) of a sweep are run now.
+    """Say which cells of a sweep are run now.
 
     Attributes:
         cells: All cells of the plan, finished ones included.
         todo: The cells to run now.
-        failed: The errors of cells that failed before and are not run again, by the name of the cell.
+        failed: The errors of cells that failed before and are not run again, by name.
     """
 
     cells: list[Cell]
@@ -34,17 +34,18 @@ class Plan:
 
 
 def plan(sweep: Sweep, output: Path, *, retry: bool = False, only: str = "", known: Collection[str] = ()) -> Plan:
-    """Plan which cells (runs) of a sweep to run.
+    """Plan which cells of a sweep to run.
 
     Args:
         sweep: The sweep.
         output: The folder of the sweep.
         retry: Run cells again that failed before.
-        only: A shell pattern; cells whose names do not match it are left out. Empty: all cells.
+        only: A shell pattern of the cells' names. Empty: all cells.
         known: The names of cells to leave out, since their results are elsewhere.
 
     Raises:
-        ConfigError: The run config of a cell is wrong, its folder holds another run, or no name matches ``only``.
+        ConfigError: The run config of a cell is wrong, its folder holds another run, or
+            no name matches ``only``.
     """
     cells = [cell for cell in sweep.cells(output) if fnmatchcase(cell.config.name, only or "*")]
     if not cells:
@@ -56,13 +57,9 @@ def plan(sweep: Sweep, output: Path, *, retry: bool = False, only: str = "", kno
 
 
 def check(cells: Sequence[Cell]) -> None:
-    """Load and divide the data and build the networks of all cells (runs), so that mistakes are found before the first run.
+    """Check the data and networks of all cells before the first run, or raise ``ConfigError``.
 
     Of cells that differ only in their seeds, one is checked.
-
-    Raises:
-        ConfigError: The data, the network or the diagnostics of a cell cannot be made, or a centralised cell has a key or
-            method that needs clients. The message names the cell.
     """
     seen: list[dict[str, object]] = []
     for cell in cells:
@@ -82,17 +79,10 @@ def check(cells: Sequence[Cell]) -> None:
 
 
 def run(sweep: Sweep, chosen: Plan, output: Path, jobs: int, progress: Callable[[int, int], None]) -> dict[str, str]:
-    """Run the planned cells of a sweep, and write the sweep to ``sweep.toml`` in its folder.
+    """Run the planned cells, and write the sweep to ``sweep.toml`` in the folder ``output``.
 
-    Args:
-        sweep: The sweep.
-        chosen: The plan.
-        output: The folder of the sweep.
-        jobs: The number of runs at a time; 0: one per core.
-        progress: Called about twice a second with the number of finished rounds and of all rounds.
-
-    Returns:
-        The error of each cell that failed, now or before, by its name.
+    ``jobs`` and ``progress`` are those of ``run_cells``. Return the error of each cell
+    that failed, now or before, by its name.
     """
     output.mkdir(parents=True, exist_ok=True)
     (output / FILE).write_text(sweep.to_toml(), encoding="utf-8")
