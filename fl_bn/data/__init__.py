@@ -1,1 +1,1 @@
-"""Load data, divide them among clients, and draw the batches of a client from its share."""
+"""Load data, divide them among clients, and draw a client's batches."""

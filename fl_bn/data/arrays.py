@@ -1,4 +1,4 @@
-"""Load data of your own that are arrays: from numpy archives, or from a function of your own.
+"""Load your own arrays: from numpy archives, or from a function.
 
 Legend: N samples, C channels, H height.
 """
@@ -28,21 +28,22 @@ Array = NDArray[np.generic]
 
 
 def load_npz(path: str, image_size: int) -> Dataset:
-    """Load the data set ``npz`` from archives, each of which is a domain.
+    """Load the data set ``npz`` from archives. Each is a domain with the file's name.
 
-    An archive has ``x_train``, ``y_train``, ``x_test`` and ``y_test``. Images are uint8 (N, H, H,
-    C) or (N, H, H). Labels are integers (N,) that count from 0. The number of classes is the
-    largest label, plus one. For other tasks, ``y_train`` and ``y_test`` are floats (N,) or (N, D)
-    (regression), or 0 or 1 (N, K) (multi-label). Grey images get three equal channels if others are
-    in colour. A domain is named after its file. Pickled objects are never loaded.
+    An archive has ``x_train``, ``y_train``, ``x_test`` and ``y_test``. Images are uint8
+    (N, H, H, C) or (N, H, H). Labels are integers (N,) from 0; the largest, plus one, is
+    the number of classes. For other tasks, targets are floats (N,) or (N, D)
+    (regression), or 0 or 1 (N, K) (multi-label). Grey images get three equal channels if
+    others are in colour. Pickled objects are never loaded.
 
     Args:
         path: the archives, separated by commas.
-        image_size: pixels along each side. 0: the largest size of all images.
+        image_size: pixels along each side. 0: the largest image's.
 
     Raises:
         DataNotFound: there is no such file.
-        DataError: there is no path, two files have one name, or an archive has another form.
+        DataError: there is no path, two files have one name, or an archive has another
+            form.
     """
     files = paths(path)
     expect(bool(files), "npz", "data-path", "one .npz file, or several separated by commas", "none")
@@ -51,18 +52,7 @@ def load_npz(path: str, image_size: int) -> Dataset:
 
 
 def joined(name: str, sites: Sequence[Path], sets: Sequence[Dataset], image_size: int) -> Dataset:
-    """Join the data of several files or folders, each of which is a domain.
-
-    Args:
-        name: the name of the whole.
-        sites: the files or folders.
-        sets: the data of each. If some images are in colour, the grey ones get three equal
-            channels.
-        image_size: pixels along each side. 0: the largest size of all images.
-
-    Raises:
-        DataError: two files or folders have the same name, or their targets differ in form.
-    """
+    """Join the data of several files or folders, each a domain."""
     channels, size = max(one.channels for one in sets), image_size or max(one.image_size for one in sets)
     tensors: dict[str, Any] = {}
     for key in KEYS:
@@ -79,14 +69,15 @@ def joined(name: str, sites: Sequence[Path], sets: Sequence[Dataset], image_size
 def load_function(name: str, path: str, image_size: int, modules: Modules | None = None) -> Dataset:
     """Load the data that a function of your own returns: ``function(path)``.
 
-    A parameter ``image_size`` of the function gets the image size. The function returns ``x_train,
-    y_train, x_test, y_test`` as arrays or tensors, with targets as in ``load_npz``. Samples are
+    The function may have a parameter ``image_size``. It returns ``x_train, y_train,
+    x_test, y_test`` as arrays or tensors, with targets as in ``load_npz``. Samples are
 
-    * floats (N, ...) of any shape, which the network receives as float32: the function must scale
-      them. They are never resized: ``image_size`` must be 0 or their size (1 for a table); or
-    * square uint8 images (N, H, H) or (N, H, H, C) with 1 or 3 channels, which are resized.
+    * floats (N, ...) of any shape, which the network receives as float32, neither scaled
+      nor resized: ``image_size`` must be 0 or their size (1 for a table); or
+    * square uint8 images (N, H, H) or (N, H, H, C) with 1 or 3 channels, which are
+      resized.
 
-    The function runs on the machine that holds the data, with all rights of the process.
+    It runs on the machine that holds the data, with all rights of the process.
 
     Args:
         name: "package.module:function".
@@ -110,13 +101,7 @@ def load_function(name: str, path: str, image_size: int, modules: Modules | None
 
 
 def _dataset(name: str, arrays: Mapping[str, Array], *, floats: bool) -> Dataset:
-    """Convert four arrays, and count the classes. ``Dataset`` checks them.
-
-    Args:
-        name: the source, for errors.
-        arrays: the arrays by their names in ``KEYS``.
-        floats: whether samples may be floats.
-    """
+    """Convert four arrays, and count the classes. ``name`` is the source in errors."""
     tensors: dict[str, Any] = {
         key: _samples(name, key, arrays[key], floats) if key[0] == "x" else _targets(name, key, arrays[key]) for key in KEYS
     }

@@ -1,10 +1,10 @@
 """Change a batch of training images at random, as in the papers.
 
-The changes work on uint8 images before these are scaled, and draw from a generator that the caller
-seeds. So a client's batch is the same in every process, and also when FedTAN repeats a step. Call a
-change once per batch: a second call draws again.
+The changes work on uint8 images before scaling, and draw from a generator that the caller
+seeds. So a client's batch is the same in every process, and when FedTAN repeats a step. A
+second call draws again.
 
-Legend: B images of a batch, C channels, H height, W width.
+Legend: B images, C channels, H height, W width.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def augmenter(name: str, rng: np.random.Generator) -> Augment | None:
 
     Args:
         name: one of ``AUGMENTATIONS``.
-        rng: the random generator from which each call of the augmentation draws.
+        rng: the generator from which each call draws.
 
     Returns:
-        The augmentation as a function, or None for "none". The function raises ValueError if the
-        inputs are not uint8 images, or if the labels or masks do not suit the augmentation.
+        The function, or None for "none". It raises ValueError unless inputs are uint8
+        images, and labels or masks suit.
 
     Raises:
         ValueError: the name is unknown.
@@ -76,9 +76,9 @@ def flip(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor
 
 
 def crop_flip(x: Tensor, y: Tensor, rng: np.random.Generator, padding: int = PADDING) -> tuple[Tensor, Tensor]:
-    """Pad each image by black pixels, cut out its size at a random place, then ``flip``.
+    """Pad images by black pixels, cut out their size at a random place, then ``flip``.
 
-    The usual padding for CIFAR is 4. The padding of FixBN (A.1) is 2.
+    The usual padding for CIFAR is 4, that of FixBN 2 (A.1).
     """
     batch, _, height, width = x.shape
     padded = functional.pad(x, (padding,) * 4)
@@ -88,9 +88,9 @@ def crop_flip(x: Tensor, y: Tensor, rng: np.random.Generator, padding: int = PAD
 
 
 def flip_rotate(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Apply ``flip``, then rotate about the centre by -30 to 30 degrees, as FedBN does.
+    """Apply ``flip``, then rotate by -30 to 30 degrees, as FedBN does.
 
-    Each pixel gets the value of the nearest pixel before the rotation, or black outside the image.
+    Pixels get the nearest pixel's value, or black outside the image.
     """
     height, width = x.shape[2:]
     angle = np.deg2rad(rng.uniform(-DEGREES, DEGREES, len(x)))
@@ -101,10 +101,10 @@ def flip_rotate(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor,
 
 
 def resized_crop(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Cut a random box out of each image, enlarge it to the image's size, then ``flip``.
+    """Cut out a random box, enlarge it to the image's size, then ``flip``.
 
-    The box has 8 to 100 % of the area, and a width of 3/4 to 4/3 of its height. Area and proportion
-    are drawn as in torchvision. A side of the box is never longer than the same side of the image.
+    It has 8 to 100 % of the area, and a width of 3/4 to 4/3 of its height, drawn as in
+    torchvision. No side is longer than the image's.
     """
     area, log_ratio = rng.uniform(*SCALE, len(x)), rng.uniform(math.log(RATIO[0]), math.log(RATIO[1]), len(x))
     height, width = x.shape[2:]
@@ -117,10 +117,10 @@ def resized_crop(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor
 
 
 def segmentation(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Mirror each image and its mask (B, H, W) together, with probability 1/2.
+    """Mirror images with their masks (B, H, W), with probability 1/2.
 
     Raises:
-        ValueError: ``y`` does not hold one mask of the images' size for each image.
+        ValueError: ``y`` does not hold one mask of an image's size for each.
     """
     if y.shape != (wanted := (x.shape[0], *x.shape[2:])):
         raise ValueError(f"augment 'segmentation' needs masks {wanted}, but got {tuple(y.shape)}: use 'flip' for labels")
@@ -130,11 +130,11 @@ def segmentation(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor
 
 
 def _sampled(x: Tensor, affine: np.ndarray[tuple[int, ...], np.dtype[np.float64]], mode: str) -> Tensor:
-    """Transform each image by its matrix in ``affine`` (B, 2, 3), as torch's ``affine_grid``.
+    """Transform images by matrices ``affine`` (B, 2, 3), as torch's ``affine_grid``.
 
-    A matrix maps the coordinates of a pixel in the result to coordinates in the image, both in
-    -1..1. ``mode`` is the interpolation. Pixels outside the image are black if ``mode`` is
-    "nearest". Otherwise the image's border is repeated.
+    A matrix maps a pixel's coordinates in the result to those in the image, in -1..1.
+    ``mode`` is the interpolation. Outside, the image is black for "nearest", else its
+    border is repeated.
     """
     theta = torch.from_numpy(affine).to(x.device, torch.float32)
     grid = functional.affine_grid(theta, list(x.shape), align_corners=False)

@@ -1,4 +1,4 @@
-"""Divide a client's samples into batches, each with enough samples to compute a variance, and make them a network's input."""
+"""Divide a client's samples into batches that have a variance, and make them inputs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ Indices = NDArray[np.int64]
 
 
 def to_input(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Convert samples of a data set to the input of a network.
+    """Convert samples to a network's input.
 
-    The constants for images are fixed. The data's own mean and deviation would centre better. But
-    they are statistics of the clients' data, and would have to leave the clients before training
-    starts.
+    The constants for images are fixed. The data's own mean and deviation would centre
+    better, but would have to leave the clients before training.
 
     >>> to_input(torch.tensor([0, 255], dtype=torch.uint8))
     tensor([-1.,  1.])
 
     Args:
-        x: uint8 images, which become -1..1; measurements (floats), which keep their values; or
-            other whole numbers (indices of an embedding), which stay as they are.
-        dtype: dtype of images and measurements in the result.
+        x: uint8 images, which become -1..1; floats, which keep their values; or other
+            whole numbers (indices of an embedding), which stay.
+        dtype: of images and floats in the result.
     """
     if x.dtype == torch.uint8:
         return x.to(dtype).div_(255).sub_(0.5).div_(0.5)
@@ -33,27 +32,28 @@ def to_input(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 class ClientTooSmall(ValueError):
-    """Signal that a client has too few samples to compute batch statistics."""
+    """Signal that a client has too few samples for batch statistics."""
 
 
 def epoch_batches(n: int, batch_size: int, rng: np.random.Generator, least: int = 2, drop_last: bool = False) -> list[Indices]:
     """Divide ``n`` samples into batches at random, for one pass.
 
-    The last batch may be smaller. If a single sample remains, it joins the batch before, since one
-    sample has no variance. With ``n < batch_size`` there is one batch of all samples.
+    The last batch may be smaller, but a single sample joins the batch before, since it
+    has no variance. With ``n < batch_size`` there is one batch.
 
     Args:
         n: number of samples.
         batch_size: samples per batch, at least 2.
-        rng: random generator that draws the order of the samples.
-        least: the fewest samples of a client: 2, or 1 if training uses no batch statistics.
+        rng: draws the order.
+        least: the fewest samples: 2, or 1 if training uses no batch statistics.
         drop_last: leave out a smaller last batch.
 
     Returns:
         One array of indices per batch.
 
     Raises:
-        ClientTooSmall: ``n`` is below ``least``, or with ``drop_last`` below ``batch_size``.
+        ClientTooSmall: ``n`` is below ``least``, or with ``drop_last`` below
+            ``batch_size``.
         ValueError: ``batch_size`` is below 2.
     """
     _check(n, batch_size, least, drop_last)
@@ -67,7 +67,7 @@ def whole(n: int, batch_size: int) -> int:
 
 
 def cuts(n: int, batch_size: int) -> list[int]:
-    """Return the positions at which one pass over ``n`` samples is cut into batches."""
+    """Return the positions at which a pass over ``n`` samples is cut into batches."""
     positions = list(range(batch_size, n, batch_size))
     return positions[:-1] if positions and n - positions[-1] == 1 else positions
 
@@ -75,9 +75,9 @@ def cuts(n: int, batch_size: int) -> list[int]:
 def distinct(n: int, batch_size: int, *, epochs: int = 0, steps: int = 0, drop_last: bool = False) -> int:
     """Return how many different samples the batches of ``draw_batches`` have.
 
-    The number is 0 for a client that is too small for any batch, or has one sample, even if
-    ``least=1`` allows a batch of 1. With ``drop_last`` and several passes, it is a lower bound,
-    since each pass leaves out other samples. Otherwise it is exact.
+    It is 0 for a client too small for any batch, or of one sample, even with ``least=1``.
+    With ``drop_last`` and several passes it is a lower bound, since each pass leaves out
+    other samples.
     """
     n = whole(n, batch_size) if drop_last else n
     whole_pass = epochs > 0 or steps > len(cuts(n, batch_size))
@@ -87,25 +87,27 @@ def distinct(n: int, batch_size: int, *, epochs: int = 0, steps: int = 0, drop_l
 def draw_batches(
     n: int, batch_size: int, rng: np.random.Generator, *, epochs: int = 0, steps: int = 0, least: int = 2, drop_last: bool = False
 ) -> Iterator[Indices]:
-    """Draw the batches of ``epochs`` passes, or of ``steps`` local steps, over ``n`` samples.
+    """Draw the batches of ``epochs`` passes, or of ``steps`` local steps.
 
-    Each pass has a new order. Steps continue over as many passes as they need.
+    Each pass has a new order. Steps take as many passes as they need.
 
     Args:
         n: number of samples.
         batch_size: samples per batch, at least 2.
-        rng: random generator that draws the order of each pass.
-        epochs: number of passes, or 0.
-        steps: number of local steps, or 0.
-        least: the fewest samples of a client: 2, or 1 if training uses no batch statistics.
+        rng: draws the orders.
+        epochs: passes, or 0.
+        steps: local steps, or 0.
+        least: as in ``epoch_batches``.
         drop_last: leave out a smaller last batch of a pass.
 
     Returns:
         Index arrays, one per step.
 
     Raises:
-        ClientTooSmall: ``n`` is below ``least``, or with ``drop_last`` below ``batch_size``.
-        ValueError: ``batch_size`` is below 2, or not exactly one of epochs and steps is positive.
+        ClientTooSmall: ``n`` is below ``least``, or with ``drop_last`` below
+            ``batch_size``.
+        ValueError: ``batch_size`` is below 2, or not exactly one of epochs and steps is
+            positive.
     """
     _check(n, batch_size, least, drop_last)
     if min(epochs, steps) != 0 or max(epochs, steps) <= 0:
@@ -114,7 +116,7 @@ def draw_batches(
 
 
 def _draw(n: int, batch_size: int, rng: np.random.Generator, epochs: int, steps: int, least: int, drop_last: bool) -> Iterator[Indices]:
-    """Yield the batches of ``draw_batches``, which checks the arguments when it is called."""
+    """Yield the batches of ``draw_batches``."""
     for _ in range(epochs):
         yield from epoch_batches(n, batch_size, rng, least, drop_last)
     while steps > 0:
@@ -124,15 +126,7 @@ def _draw(n: int, batch_size: int, rng: np.random.Generator, epochs: int, steps:
 
 
 def check_size(n: int, least: int = 2) -> None:
-    """Check that a client with ``n`` samples has enough of them for training.
-
-    Args:
-        n: number of samples.
-        least: the fewest samples of a client: 2, or 1 if training uses no batch statistics.
-
-    Raises:
-        ClientTooSmall: ``n`` is below ``least``.
-    """
+    """Check that a client has at least ``least`` samples."""
     if least == 1 and n < 1:
         raise ClientTooSmall("a client needs at least 1 sample, but this client has none: use fewer clients, or another partition")
     if n < least:

@@ -1,4 +1,4 @@
-"""Describe the columns of CSV files: what is predicted, and how each cell becomes a number."""
+"""Describe the columns of CSV files: the target, and how cells become numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DELIMITERS = (",", ";", "\t", "|")
 
 @dataclass(frozen=True)
 class Scale:
-    """Hold the constants by which a number becomes an input: ``(number - mean) / std``."""
+    """Hold a column's constants: a number becomes ``(number - mean) / std``."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -35,19 +35,19 @@ class Columns:
 
     Attributes:
         target: name of the target column.
-        classes: for each label, the text in the target's cells; empty for a number.
+        classes: for each label, its text in the target's cells; empty for a number.
         target_scale: constants of a target that is a number.
-        numeric: constants of each numeric column, in the order of the network's inputs.
-        categorical: categories of each categorical column. The network has an input of 0 or 1 for
-            each category, after the numeric columns.
-        ignore: names of columns that are not used.
-        group: name of a column, such as the patient's. Rows with the same cell in this column are
-            all training rows or all test rows. Empty: there is no such column.
-        missing: what happens at a missing cell: file refused, row dropped, or cell filled.
-        unknown: what happens to a row with a category that is not listed: the file is refused, the
-            row is dropped, or all inputs of the column are zeros.
-        test_share: share of a file's rows to test on.
-        seed: seed of the split into training and test rows.
+        numeric: constants of numeric columns, in the order of the inputs.
+        categorical: categories of categorical columns. Each is an input of 0 or 1, after
+            the numeric columns.
+        ignore: columns that are not used.
+        group: a column, such as the patient's, whose equal cells keep rows together in
+            training or test. Empty: none.
+        missing: for a missing cell, refuse the file, drop the row, or fill the cell.
+        unknown: for a category that is not listed, refuse the file, drop the row, or set
+            the column's inputs to zero.
+        test_share: share of each file's rows to test on.
+        seed: of the split into training and test rows.
         delimiter: character between cells.
     """
 
@@ -66,7 +66,7 @@ class Columns:
 
     @property
     def inputs(self) -> int:
-        """Return the number of network inputs that are made from a row."""
+        """Return the number of inputs that a row has."""
         return len(self.numeric) + sum(map(len, self.categorical.values()))
 
     @property
@@ -86,7 +86,8 @@ def read_columns(folder: Path) -> Columns:
 
     Raises:
         DataNotFound: there is no such file.
-        DataError: the file is not TOML, or a key or a value is missing, unknown or out of range.
+        DataError: the file is not TOML, or a key or value is missing, unknown or out of
+            range.
     """
     file = folder / FILE
     try:
@@ -98,10 +99,10 @@ def read_columns(folder: Path) -> Columns:
 
 
 def columns_of(values: Mapping[str, Any]) -> Columns:
-    """Make the description of the columns from the content of a columns.toml.
+    """Describe the columns from the content of a columns.toml.
 
     Raises:
-        ValueError: a key or a value is missing, unknown or out of range.
+        ValueError: a key or value is missing, unknown or out of range.
     """
     options = {spec.name: spec for spec in own_options(Columns).values()}
     others = ("classes", "ignore", "numeric", "categorical", "target-mean", "target-std", "delimiter")
@@ -131,7 +132,7 @@ def columns_of(values: Mapping[str, Any]) -> Columns:
 
 
 def is_missing(cell: str) -> bool:
-    """Return whether a cell holds no value. Ask first whether it is a listed category."""
+    """Return whether a cell holds no value, unless it is a listed category."""
     return cell.casefold() in MISSING_CELLS
 
 

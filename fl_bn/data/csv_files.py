@@ -1,7 +1,7 @@
-"""Load data of your own: CSV files, one per site, whose columns a columns.toml describes.
+"""Load your own CSV files, one per site, described by a columns.toml.
 
-Every cell is converted with constants of columns.toml alone. Means, deviations and categories are
-never taken from the data, so the data of one site do not change the numbers of another.
+Cells are converted with constants of columns.toml alone, so a site's data do not change
+another's numbers.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ _STREAM = 0xC57  # sets these draws apart from others that start from the same s
 
 @dataclass(frozen=True, eq=False)
 class TableData(Dataset):
-    """Hold rows of CSV files as measurements: ``x`` is float32 (N, inputs).
-
-    Attributes:
-        columns: the description of the columns.
-    """
+    """Hold rows of CSV files as ``x``, float32 (N, inputs)."""
 
     columns: Columns = Columns("")
 
@@ -46,8 +42,9 @@ class Rows:
     Attributes:
         x: inputs (N, inputs).
         y: labels or values (N,).
-        groups: cells of the group column; empty if there is no such column.
-        note: how many rows were used and left out, and cells replaced. Empty: all were used.
+        groups: cells of the group column; empty without one.
+        note: how many rows were used and left out, and cells replaced. Empty: all were
+            used.
     """
 
     x: NDArray[np.float32]
@@ -57,11 +54,11 @@ class Rows:
 
 
 def load_csv(path: str, image_size: int) -> TableData:
-    """Load the data set ``csv`` from CSV files, each of which is a domain with the file's name.
+    """Load the data set ``csv`` from CSV files. Each is a domain with the file's name.
 
-    A file has a header line and a line per sample. ``columns.toml`` beside the file names the
-    target and all columns (``Columns``). The order of columns in a file does not matter. ``split``
-    draws the test rows of each file by the seed of columns.toml, the same in every run.
+    A file has a header line and a line per sample. ``columns.toml`` beside it names
+    target and columns, in any order (``Columns``). ``split`` draws the same test rows in
+    every run, by the seed in columns.toml.
 
     Args:
         path: a folder of ``*.csv``, or files, separated by commas.
@@ -69,8 +66,8 @@ def load_csv(path: str, image_size: int) -> TableData:
 
     Raises:
         DataNotFound: there is no such file or folder, or no columns.toml.
-        DataError: there is no path, two files have one name, an argument or columns.toml is wrong,
-            or a file is refused: ``part`` has the line and the column.
+        DataError: there is no path, two files have one name, an argument or columns.toml
+            is wrong, or a file is refused: ``part`` says where.
     """
     expect(image_size in (0, 1), "csv", "image-size", "0 or 1, as rows have no pixels", image_size)
     files = csv_files(path)
@@ -96,7 +93,7 @@ def load_csv(path: str, image_size: int) -> TableData:
 
 
 def csv_files(path: str) -> list[Path]:
-    """List the CSV files that ``path`` names, those of a folder in the order of their names.
+    """List the CSV files that ``path`` names, a folder's by name.
 
     Raises:
         DataNotFound: a file does not exist, or a folder has no CSV file.
@@ -110,7 +107,7 @@ def csv_files(path: str) -> list[Path]:
 
 
 def listed(path: str) -> list[Path]:
-    """List the CSV files that ``path`` names, without a look at whether they exist."""
+    """List the CSV files that ``path`` names, which may not exist."""
     return [file for part in paths(path) for file in _inside(part)]
 
 
@@ -122,7 +119,7 @@ def _columns(files: Sequence[Path]) -> Columns:
     """Read the columns.toml that describes all files.
 
     Raises:
-        DataError: the files lie in several folders, and their columns.toml differ.
+        DataError: files lie in several folders, whose columns.toml differ.
     """
     found = {folder: read_columns(folder) for folder in dict.fromkeys(file.parent for file in files)}
     first, columns = next(iter(found.items()))
@@ -136,7 +133,7 @@ def read_rows(file: Path, columns: Columns) -> Rows:
     """Read the rows of one CSV file.
 
     Raises:
-        DataError: a cell, a line or the header is wrong, or there are no rows. ``part`` says where.
+        DataError: a cell, a line or the header is wrong, or there are no rows.
     """
     lines = list(read_lines(file, columns.delimiter))
     header = _checked_header(file, *lines[0], columns)
@@ -167,12 +164,7 @@ class _LeftOut(Exception):
 
 
 def _row(file: Path, line: int, cells: Mapping[str, str], columns: Columns) -> tuple[tuple[list[float], float, str], list[str]]:
-    """Convert a row to inputs, target and group, and list the cells that were replaced.
-
-    Raises:
-        DataError: a cell is wrong.
-        _LeftOut: the row is not used, as ``columns`` says.
-    """
+    """Convert a row to inputs, target and group, and list replaced cells."""
     replaced: list[str] = []
 
     def instead(name: str, policy: str, reason: str, what: str, wanted: str, found: str) -> None:
@@ -213,7 +205,7 @@ def _row(file: Path, line: int, cells: Mapping[str, str], columns: Columns) -> t
 
 
 def read_lines(file: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield number and cells of each line that is not empty. The first is the header.
+    """Yield number and cells of each line that is not empty, the header first.
 
     Raises:
         DataError: the file is empty, cannot be read, or is no CSV file in UTF-8.
@@ -247,19 +239,17 @@ def _checked_header(file: Path, line: int, header: list[str], columns: Columns) 
 
 
 def place(line: int, column: str) -> str:
-    """Return the part of a CSV file that a ``DataError`` is about."""
+    """Return the part of a CSV file for a ``DataError``."""
     return f"line {line}, column {column!r}"
 
 
 def split(rows: Rows, columns: Columns) -> NDArray[np.bool_]:
-    """Draw the test rows of one file at random.
+    """Draw one file's test rows at random, as bool (N,).
 
-    The test share is drawn from each class, or from all rows if the target is a number. A class of
-    two or more rows has at least one row of each kind. If every class has one row, one row of the
-    file is a test row. With a group column, the test share of the groups is drawn instead.
-
-    Returns:
-        Whether each row is a test row, bool (N,). A file with one row, or one group, has none.
+    The test share is drawn from each class, or from all rows if the target is a number. A
+    class of two or more rows has at least one row of each kind. If every class has one
+    row, one row of the file is a test row. With a group column, groups are drawn instead.
+    A file with one row, or one group, has no test row.
     """
     owners = np.array(rows.groups) if rows.groups else np.arange(len(rows.y))
     # A group may have rows of several classes, so groups are drawn without regard to classes.

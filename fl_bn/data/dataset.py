@@ -23,19 +23,11 @@ DATASETS: dict[str, Callable[[str, int], Dataset]] = {
     "csv": csv_files.load_csv,
 }
 PER_SITE: dict[str, Callable[[str], list[Path]]] = {"npz": paths, "folder": paths, "csv": csv_files.listed}
-"""For each data set whose files may be given per site: a function that lists the sites' files or folders in a path."""
+"""Functions that list the sites' files or folders in a path, by data set."""
 
 
 def named(text: str) -> tuple[str, str]:
-    """Return the data set and the path that a text names.
-
-    Args:
-        text: files or folders, separated by commas, whose kind decides; a set with its path
-            (``npz:PATH``); or a set or a function.
-
-    Raises:
-        DataNotFound: there is no such file or folder.
-    """
+    """Return the data set and the path that a text names."""
     kind, colon, path = text.partition(":")
     if colon and kind in DATASETS:
         return kind, path
@@ -47,17 +39,18 @@ def named(text: str) -> tuple[str, str]:
 
 
 def load(name: str, path: str = "", image_size: int = 0, modules: Modules | None = None) -> Dataset:
-    """Load a data set by name. The process caches the four data sets that it used last.
+    """Load a data set by name. The process caches the last four.
 
     Args:
-        name: one of ``DATASETS``, or a function of your own as "package.module:function".
-        path: files or folders separated by commas (``npz``, ``folder``, ``csv``), or the argument
-            of your own function.
-        image_size: pixels along each side, to which images are resized. 0: the native size.
-        modules: modules that may hold a function of your own. None: any.
+        name: one of ``DATASETS``, or your own function as "package.module:function".
+        path: files or folders separated by commas (``npz``, ``folder``, ``csv``), or your
+            function's argument.
+        image_size: pixels along each side of the resized images. 0: the native size.
+        modules: those that may hold your own function. None: any.
 
     Raises:
-        ValueError: the name is unknown, the size is negative, or the data have another form.
+        ValueError: the name is unknown, the size is negative, or the data have another
+            form.
         DataNotFound: files are missing.
     """
     return _load(name, path, image_size, modules)

@@ -1,12 +1,12 @@
-"""Make digits without a download: scikit-learn's, plain or blended into its photographs.
+"""Make digits without a download: scikit-learn's, plain or blended into photographs.
 
-The blend is the recipe of MNIST-M (Ganin et al., "Domain-adversarial training of neural networks",
-JMLR 2016): the absolute difference between a random patch of a photograph and the digit, in each
-colour channel. A linear model is right for 96 % of the plain digits, and for 66 % of the blended
-ones. The photograph of a sample is its domain.
+The blend is that of MNIST-M (Ganin et al., "Domain-adversarial training of neural
+networks", JMLR 2016): the absolute difference between a random patch of a photograph and
+the digit, in each colour channel. A linear model is right for 96 % of the plain digits,
+and for 66 % of the blended ones. The photograph is the domain.
 
-Digits are enlarged in integers and draws are numpy's, so every machine gets the same digits. The
-photographs are decoded JPEGs, whose pixels may differ by one between versions of the decoder.
+Digits are enlarged in integers and draws are numpy's, so all machines get the same
+digits. The photographs are JPEGs, whose pixels may differ by one between decoders.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DOMAINS = ("china", "flower")
 SIZE = 20  # pixels: small enough for a CPU, large enough for two poolings
 _SEED = 20
 SPLIT = Path(__file__).with_name("digits_split.toml")
-"""Indices of training and test samples: a stratified split by scikit-learn, whose import takes two seconds."""
+"""Training and test indices: scikit-learn's stratified split, without its import of two seconds."""
 _LEVELS = 16  # scikit-learn's digits count the inked pixels of a 4x4 cell
 
 
@@ -36,7 +36,7 @@ def load_digits(path: str, image_size: int) -> Dataset:
     """Load ``digits``: 1,437 + 360 digits (3, 20, 20), half of them in each photograph.
 
     Args:
-        path: empty, as the digits come with scikit-learn.
+        path: empty, as scikit-learn has the digits.
         image_size: pixels along each side. 0: 20.
 
     Raises:
@@ -73,10 +73,7 @@ def load_digits(path: str, image_size: int) -> Dataset:
 
 
 def load_digits_plain(path: str, image_size: int) -> Dataset:
-    """Load ``digits-plain``: the digits of ``digits``, white on black.
-
-    Arguments and errors are those of ``load_digits``.
-    """
+    """Load ``digits-plain``: the digits of ``digits``, white on black."""
     expect(not path, "digits-plain", "data-path", "none, as the digits come with scikit-learn", path)
     digits_NHW, labels_N, train, test = _enlarged_digits()
     grey = images_to_tensor(digits_NHW.astype(np.uint8)).expand(-1, 3, -1, -1).contiguous()
@@ -107,7 +104,7 @@ def _scikit_file(*parts: str) -> Path:
 def _bilinear_tenths(before: int, after: int) -> NDArray[np.int64]:
     """Return the weights of bilinear enlargement (after, before), in tenths.
 
-    They are integers: enlarging 8 pixels to 20 puts every centre on a multiple of a tenth.
+    8 pixels become 20, so every centre is on a multiple of a tenth.
     """
     weights = np.zeros((after, before), dtype=np.int64)
     for i in range(after):

@@ -1,7 +1,7 @@
-"""Draft a columns.toml by guessing what each column is. A person must correct the draft.
+"""Draft a columns.toml by guessing what columns are. A person must correct it.
 
-The draft contains categories, rounded means and rounded deviations of the data. A site that
-receives the draft learns these values.
+It contains categories, rounded means and rounded deviations, so a site that receives it
+learns these values.
 """
 
 from __future__ import annotations
@@ -25,23 +25,21 @@ MOST_CATEGORIES = 50  # a column with more different texts (names of persons, sa
 def draft(path: str, target: str, *, regression: bool = False, delimiter: str = ",") -> str:
     """Return the draft of a columns.toml for some CSV files.
 
-    A column is numeric if all its cells are numbers. A column of more than ``MOST_CATEGORIES``
-    texts, or of none, is ignored. Others are categorical. Means and deviations are those of the
-    training rows without a missing cell. Both are rounded to two digits of the deviation.
+    A column of numbers is numeric. One of more than ``MOST_CATEGORIES`` texts, or of
+    none, is ignored. Others are categorical. Means and deviations are those of training
+    rows without a missing cell, rounded to two digits of the deviation.
 
     Args:
         path: a folder of CSV files, or files, separated by commas.
         target: name of the target column.
-        regression: whether the target is a number. If False, the classes are its different texts,
-            in alphabetical order, or its different numbers, in the order of their values.
+        regression: whether the target is a number. If not, the classes are its different
+            texts by name, or numbers by value.
         delimiter: character between cells.
-
-    Returns:
-        The file's text.
 
     Raises:
         DataNotFound: there is no such file.
-        DataError: ``delimiter`` is not allowed, a file is no CSV, or has no target or no inputs.
+        DataError: ``delimiter`` is not allowed, a file is no CSV, or has no target or no
+            inputs.
     """
     expect(delimiter in DELIMITERS, path, "delimiter", f"one of {', '.join(map(repr, DELIMITERS))}", repr(delimiter))
     files = csv_files(path)
@@ -68,7 +66,7 @@ def draft(path: str, target: str, *, regression: bool = False, delimiter: str = 
 
 
 def _cells(files: Sequence[Path], delimiter: str) -> dict[str, set[str]]:
-    """Return column -> the different values in its cells, over all files."""
+    """Return column -> its different values, over all files."""
     found: dict[str, set[str]] = {}
     for file in files:
         _, header = next(lines := read_lines(file, delimiter))
@@ -86,15 +84,15 @@ def _kind(texts: set[str]) -> str:
 
 
 def _in_order(texts: set[str]) -> list[str]:
-    """Sort numbers by value, and other texts by name."""
+    """Sort numbers by value, and texts by name."""
     numbers = all(NUMBER.fullmatch(text) for text in texts)
     return sorted(texts, key=(lambda text: (float(text), text)) if numbers else None)
 
 
 def _scales(files: Sequence[Path], columns: Columns) -> dict[str, dict[str, float]]:
-    """Compute mean and deviation of every number's column over the training rows of all files.
+    """Compute numeric columns' mean and deviation over all training rows.
 
-    The deviation is rounded to two significant digits, and the mean to the same decimal place.
+    The deviation has two significant digits, and the mean the same decimal place.
     """
     tables = [read_rows(file, columns) for file in files]
     training = [(table, ~split(table, columns)) for table in tables]

@@ -1,4 +1,4 @@
-"""Load data of your own: images in a folder for each class, below ``train`` and ``test``."""
+"""Load your own images, in a folder per class below ``train`` and ``test``."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ Picture = NDArray[np.uint8]  # (H, W) grey or (H, W, 3)
 def load_folder(path: str, image_size: int) -> Dataset:
     """Load ``folder``: the images ``path/train/CLASS/*`` and ``path/test/CLASS/*``.
 
-    Several folders, separated by commas, are several domains, each with the name of its folder.
+    Several folders, separated by commas, are domains of these names.
 
-    The label of a class is the position of its name in ``path/classes.txt`` (one name per line).
-    Without that file, it is the position among the sorted names of all class folders of all given
-    folders. A class folder may be empty, or missing in a split. A classes.txt must list every class
-    folder, and be the same in all given folders.
+    A class's label is the position of its name in ``path/classes.txt`` (one name per
+    line), or else among the sorted names of class folders in all given folders. A class
+    folder may be empty, or missing in a split. A classes.txt must list every class
+    folder, and be the same everywhere.
 
-    **Sites of one run must share one classes.txt.** Without it, a site of cat and dog and a site of
-    dog and fox number their classes differently. The model then learns contradictory labels,
-    unseen.
+    **Sites of one run must share one classes.txt.** Without it, a site of cat and dog and
+    a site of dog and fox number their classes differently, and the model learns
+    contradictory labels, unseen.
 
-    With ``image_size`` 0 all images of a folder must be square and have the same size, and those of
-    other folders are resized to the largest. Otherwise the largest centred square of each image is
-    resized to ``image_size``. If all images are grey, they have 1 channel, else all have 3.
-    Transparency is dropped, and pixels are used as stored. Hidden files and folders (``.name``) are
-    skipped. Every other file of a class folder must be an image.
+    With ``image_size`` 0 a folder's images must be squares of one size, and are resized
+    to the largest folder's. Otherwise each image's largest centred square is resized to
+    ``image_size``. Images have 1 channel if all are grey, else 3. Transparency is
+    dropped, and pixels are used as stored. Hidden files and folders (``.name``) are
+    skipped. All other files of a class folder must be images.
 
     Raises:
         DataNotFound: ``path``, ``train`` or ``test`` is not a folder.
-        DataError: there is no path, two folders have one name, a split has no images, classes.txt
-            is wrong, or a file is no image of 8 bits a channel. Or ``image_size`` is 0, and images
-            differ.
+        DataError: there is no path, two folders have one name, a split has no images,
+            classes.txt is wrong, or a file is no image of 8 bits a channel. Or
+            ``image_size`` is 0, and images differ.
     """
     roots = paths(path)
     expect(bool(roots), "folder", "data-path", "a folder that holds train/CLASS/* and test/CLASS/*, or several such folders", "none")
@@ -75,12 +75,12 @@ def _site(root: Path, classes: dict[str, int], image_size: int) -> Dataset:
 
 
 def visible(folder: Path) -> list[Path]:
-    """List the entries of ``folder`` that are not hidden, sorted by name."""
+    """List the entries of ``folder`` that are not hidden, by name."""
     return sorted((entry for entry in folder.iterdir() if not entry.name.startswith(".")), key=lambda entry: entry.name)
 
 
 def _classes(roots: Sequence[Path]) -> dict[str, int]:
-    """Return class -> label, from classes.txt or else from the names of the class folders."""
+    """Return class -> label, from classes.txt or the class folders' names."""
     folders = [entry for root in roots for split in SPLITS for entry in visible(root / split) if entry.is_dir()]
     file, *others = (root / CLASSES for root in roots)
     names = _listed_in(file)
@@ -92,7 +92,7 @@ def _classes(roots: Sequence[Path]) -> dict[str, int]:
 
 
 def _listed_in(file: Path) -> list[str]:
-    """Return the classes that a classes.txt lists; empty: there is no such file."""
+    """Return the classes of a classes.txt; empty without one."""
     if not file.exists():
         return []
     try:
@@ -104,17 +104,18 @@ def _listed_in(file: Path) -> list[str]:
 
 
 def _files(split: Path, classes: dict[str, int]) -> list[tuple[Path, int]]:
-    """Return every image file of a split, with its label."""
+    """Return a split's image files with their labels."""
     files = [(file, classes[folder.name]) for folder in visible(split) if folder.is_dir() for file in visible(folder)]
     expect(bool(files), split, "", "images in a folder for each class, CLASS/*", "none")
     return files
 
 
 def read_picture(file: Path) -> Picture:
-    """Read the pixels of an image, grey (H, W) or in colour (H, W, 3).
+    """Read an image's pixels, grey (H, W) or in colour (H, W, 3).
 
     Raises:
-        DataError: Pillow cannot read the file, or it has several frames or more than 8 bits.
+        DataError: Pillow cannot read the file, or it has several frames or more than 8
+            bits.
     """
     try:
         with Image.open(file) as image:
@@ -140,11 +141,7 @@ def _check_one_size(files: list[Path], pictures: list[Picture]) -> None:
 
 
 def fit(picture: Picture, channels: int, image_size: int) -> Tensor:
-    """Cut the largest centred square out of a picture, and resize it.
-
-    Returns:
-        One image (1, channels, S, S). S is ``image_size``, or the side of the square.
-    """
+    """Cut the largest centred square out of a picture, and resize it to (1, channels, S, S)."""
     side = min(picture.shape[:2])
     top, left = (picture.shape[0] - side) // 2, (picture.shape[1] - side) // 2
     image = resize(images_to_tensor(picture[None, top : top + side, left : left + side]), image_size)

@@ -15,7 +15,7 @@ _RESIZE_CHUNK = 1024  # images turned into floats at a time: a whole set as floa
 
 
 def images_to_tensor(array: NDArray[np.uint8]) -> Tensor:
-    """Convert an array (N, H, W) or (N, H, W, C) to a contiguous uint8 tensor (N, C, H, W)."""
+    """Convert (N, H, W) or (N, H, W, C) to a contiguous uint8 tensor (N, C, H, W)."""
     array = array[..., None] if array.ndim == 3 else array
     return torch.from_numpy(np.array(array.transpose(0, 3, 1, 2), order="C"))
 
@@ -23,14 +23,7 @@ def images_to_tensor(array: NDArray[np.uint8]) -> Tensor:
 def resize(images: Tensor, image_size: int) -> Tensor:
     """Resize square uint8 images (N, C, H, H) bilinearly with antialiasing.
 
-    The last bit may differ between processors, as floats are rounded.
-
-    Args:
-        images: (N, C, H, H).
-        image_size: pixels along each side. 0 keeps the size.
-
-    Returns:
-        (N, C, image_size, image_size).
+    The last bit may differ between processors. ``image_size`` 0 keeps the size.
     """
     if image_size in (0, images.shape[2]):
         return images

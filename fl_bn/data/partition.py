@@ -1,12 +1,12 @@
 """Divide a data set among clients. A seed fixes the division.
 
-The functions use plain numpy. flwr-datasets would bring half a gigabyte, and seconds of import in
-every client's process. It has neither disjoint classes per client nor similarity (FBN's gamma).
-Every client computes the whole partition for itself, so the same arguments must give the same
-result in every process. All randomness comes from ``numpy.random.SeedSequence``.
+Every client computes the whole partition for itself, so the same arguments must give the
+same result in every process. All randomness comes from ``numpy.random.SeedSequence``.
+flwr-datasets would bring half a gigabyte, and has neither disjoint classes nor similarity
+(FBN's gamma).
 
-Each function returns one sorted int64 array of sample indices per client. The arrays are disjoint
-and not empty. Together they hold every sample, unless stated otherwise.
+Each function returns one sorted int64 array of sample indices per client. They are
+disjoint and not empty. Together they hold every sample, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _DIRICHLET_DRAWS = 10
 
 
 def iid(labels: Labels, clients: int, seed: int) -> list[Indices]:
-    """Divide samples at random into parts whose sizes differ by one at most."""
+    """Divide samples at random into parts whose sizes differ by at most one."""
     rng = _generator(len(labels), clients, seed)
     return _finished(np.array_split(rng.permutation(len(labels)), clients))
 
 
 def classes_per_client(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
-    """Give each client ``k`` different classes, and divide each class equally among its clients.
+    """Give each client ``k`` classes, and divide each class equally among its clients.
 
-    The numbers of clients per class differ by one at most. They are equal if ``clients * k`` is a
-    multiple of the number of classes. So 5 clients with 2 of 10 classes each have disjoint classes.
-    If ``clients * k`` is less than the number of classes, the other classes have no client.
+    The numbers of clients per class differ by at most one. If ``clients * k`` is less
+    than the number of classes, the other classes have no client.
 
     Raises:
-        ValueError: ``k`` is not between 1 and the number of classes, or a client gets no sample.
+        ValueError: ``k`` is not between 1 and the number of classes, or a client gets no
+            sample.
     """
     rng = _generator(len(labels), clients, seed)
     classes = np.unique(labels)
@@ -62,25 +62,18 @@ def classes_per_client(labels: Labels, clients: int, k: int, seed: int) -> list[
 
 
 def table(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
-    """Give each of 5 clients ``k`` consecutive classes out of 10. Only samples are drawn.
+    """Give each of 5 clients ``k`` consecutive classes out of 10.
 
-    Client ``i`` has the classes ``(2 i + j) mod 10`` for ``j < k``. With ``k = 2`` these are
-    disjoint pairs in order, as in the authors' published code. With ``k = 4``, two clients share
-    each class, with ``k = 10`` all five. Every class is divided equally among its ``k / 2``
-    clients. In the supplement's table for 6 classes, the fourth row has eight entries of 1/6, which
-    add up to more than 1. This function gives that client six classes, like the others.
-
-    Args:
-        labels: (N,), of 10 different classes.
-        clients: 5.
-        k: number of classes per client: 2, 4, 6, 8 or 10.
-        seed: seed of the draws.
+    Client ``i`` has the classes ``(2 i + j) mod 10`` for ``j < k``, so ``k = 2`` gives
+    disjoint pairs, as in the authors' code. Every class is divided equally among its ``k
+    / 2`` clients. In the supplement's table for 6 classes, the fourth row has eight
+    entries of 1/6, which is more than 1. This function gives that client six classes.
 
     Raises:
         ValueError: there are not 5 clients and 10 classes, or ``k`` is another number.
 
     References:
-        FedTAN (Wang, Shi, Chang), supplement D, tables of the class distributions of the clients.
+        FedTAN (Wang, Shi, Chang), supplement D, tables of the class distributions.
     """
     rng = _generator(len(labels), clients, seed)
     classes = np.unique(labels)
@@ -93,25 +86,20 @@ def table(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
 def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min_samples: int = 2) -> list[Indices]:
     """Divide each class in proportions drawn from a symmetric Dirichlet distribution (label skew).
 
-    A draw that leaves a client fewer than ``min_samples`` samples is repeated, up to ten draws in
-    all. Then the last draw is repaired: random samples move, one by one, from the largest client to
-    clients that are too small. With many clients and strong skew almost every draw fails.
-
-    Args:
-        labels: (N,).
-        clients: number of clients.
-        concentration: above 0. The smaller, the stronger the skew.
-        seed: seed of the draws.
-        min_samples: the fewest samples of a client. 2 is the least that has a variance.
+    A draw that leaves a client fewer than ``min_samples`` samples is repeated, ten times
+    at most. Then random samples move, one by one, from the largest client to those that
+    are too small. With many clients and strong skew almost every draw fails. The smaller
+    ``concentration``, above 0, the stronger the skew. 2 samples are the least that have a
+    variance.
 
     Raises:
-        ValueError: ``concentration`` is not positive and finite, ``min_samples`` is below 1, or
-            there are fewer than ``clients * min_samples`` samples.
+        ValueError: ``concentration`` is not positive and finite, ``min_samples`` is below
+            1, or there are fewer than ``clients * min_samples`` samples.
 
     References:
-        Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019,
-        whose per-class draw this is; Hsu et al., "Measuring the effects of non-identical data
-        distribution for federated visual classification", 2019.
+        Yurochkin et al., "Bayesian nonparametric federated learning of neural networks",
+        ICML 2019, whose per-class draw this is; Hsu et al., "Measuring the effects of
+        non-identical data distribution for federated visual classification", 2019.
     """
     rng = _generator(len(labels), clients, seed)
     if not (concentration > 0 and math.isfinite(concentration)):
@@ -132,7 +120,7 @@ def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min
 
 
 def _repaired(parts: list[Indices], min_samples: int, rng: np.random.Generator) -> list[Indices]:
-    """Move random samples from the largest part to a too small one, until none is too small."""
+    """Move random samples from the largest part to too small ones."""
     largest = [(-len(part), i) for i, part in enumerate(parts)]  # a heap; an entry is outdated if its part has changed since
     heapq.heapify(largest)
     for small in (i for i in range(len(parts)) if len(parts[i]) < min_samples):
@@ -149,15 +137,10 @@ def _repaired(parts: list[Indices], min_samples: int, rng: np.random.Generator) 
 
 
 def similarity(labels: Labels, clients: int, similarity: float, seed: int) -> list[Indices]:
-    """Draw a share of each client's data from a pool, and the rest from data sorted by label.
+    """Draw a share of each client's data at random, and the rest sorted by label.
 
-    Sizes differ by one at most.
-
-    Args:
-        labels: (N,).
-        clients: number of clients.
-        similarity: the share from the pool. 0: as few classes as possible. 1: a random division.
-        seed: seed of the draws.
+    Sizes differ by at most one. ``similarity`` is the share: 0 gives as few classes as
+    possible, 1 a random division.
 
     Raises:
         ValueError: ``similarity`` is not in [0, 1].
@@ -179,7 +162,7 @@ def similarity(labels: Labels, clients: int, similarity: float, seed: int) -> li
 
 
 def by_domain(domains: Labels, clients: int, seed: int) -> list[Indices]:
-    """Give each client one domain, and divide a domain at random and equally among its clients.
+    """Give each client one domain, divided at random and equally among its clients.
 
     Client ``i`` gets domain ``i`` modulo the number of domains.
 
@@ -196,11 +179,7 @@ def by_domain(domains: Labels, clients: int, seed: int) -> list[Indices]:
 
 
 def by_domain_and_label(domains: Labels, labels: Labels, clients: int, concentration: float, seed: int) -> list[Indices]:
-    """Give each client one domain (``by_domain``), divided with label skew (``dirichlet``).
-
-    Raises:
-        ValueError: there are fewer clients than domains, or a domain is too small for its clients.
-    """
+    """Give each client one domain (``by_domain``), divided with label skew (``dirichlet``)."""
     parts: list[Indices] = [np.empty(0, dtype=np.int64)] * clients
     for place, (owners, members) in enumerate(_owners(domains, clients)):
         drawn_by = int(np.random.SeedSequence([_STREAM, seed, place]).generate_state(1)[0])  # domains are divided independently
@@ -211,11 +190,7 @@ def by_domain_and_label(domains: Labels, labels: Labels, clients: int, concentra
 
 
 def _owners(domains: Labels, clients: int) -> list[tuple[range, Indices]]:
-    """Return, for each domain, the indices of its clients and of its samples.
-
-    Raises:
-        ValueError: a domain would have no client.
-    """
+    """Return, for each domain, the indices of its clients and of its samples."""
     present = np.unique(domains)
     if clients < len(present):
         raise ValueError(f"each of {len(present)} domains needs a client of its own, but there are {clients} clients: use more clients")
@@ -223,16 +198,14 @@ def _owners(domains: Labels, clients: int) -> list[tuple[range, Indices]]:
 
 
 def natural(groups: Labels, clients: int, seed: int) -> list[Indices]:
-    """Give each client one group (writer, city, hospital), without any draw.
-
-    Client ``i`` has all of the ``i``-th group.
+    """Give client ``i`` the ``i``-th group (writer, city, hospital), without any draw.
 
     Raises:
         ValueError: there are not as many clients as groups.
 
     References:
-        FixBN (Zhong, Chen, Chao), Cityscapes, city = client; Caldas et al., "LEAF: a benchmark for
-        federated settings", 2018, writer = client.
+        FixBN (Zhong, Chen, Chao), Cityscapes, city = client; Caldas et al., "LEAF: a
+        benchmark for federated settings", 2018, writer = client.
     """
     _generator(len(groups), clients, seed)
     present = np.unique(groups)
@@ -242,10 +215,11 @@ def natural(groups: Labels, clients: int, seed: int) -> list[Indices]:
 
 
 def equal_sizes(parts: list[Indices], seed: int) -> list[Indices]:
-    """Reduce every part to the size of the smallest part, by a random choice.
+    """Reduce every part to the size of the smallest, at random.
 
     References:
-        FedBN (Li et al., ICLR 2021), section 5.1: domains are cut to 7,438 training samples.
+        FedBN (Li et al., ICLR 2021), section 5.1: domains are cut to 7,438 training
+        samples.
     """
     rng = np.random.default_rng(np.random.SeedSequence([_TRUNCATION, seed]))
     size = min(len(part) for part in parts)
@@ -259,16 +233,17 @@ def partition(
 
     Args:
         kind: one of ``KINDS``.
-        labels: (N,). Masks (N, H, W) are accepted by kinds that need no labels.
+        labels: (N,). Kinds that need no labels accept masks (N, H, W).
         domains: (N,), for the kinds in ``BY_DOMAIN``.
         clients: number of clients.
         parameter: classes per client ("classes", "table"), concentration ("dirichlet",
-            "domain-dirichlet") or similarity ("similarity"). Other kinds ignore it.
+            "domain-dirichlet") or similarity ("similarity"). Others ignore it.
         seed: seed of the draws.
-        sizes: "natural", or "equal" to cut all parts to one size (``equal_sizes``).
+        sizes: "natural", or "equal" to cut all parts to one size.
 
     Raises:
-        ValueError: an argument is unknown or out of range, or the data lack domains or labels.
+        ValueError: an argument is unknown or out of range, or the data lack domains or
+            labels.
     """
     check_name("partition", kind, KINDS)
     check_name("sizes", sizes, SIZES)
@@ -298,12 +273,10 @@ def _divide(kind: str, labels: Labels, domains: Labels | None, clients: int, par
 
 
 def label_counts(labels: Labels, parts: list[Indices], classes: int) -> Indices:
-    """Count the samples of each class at each client.
+    """Count the samples of each class at each client, as (clients, classes).
 
-    Returns:
-        The counts (clients, classes). If the labels are masks, pixels are counted, without those of
-        value 255. If the targets are numbers (regression) or sets of labels, a sample has no single
-        class, and the shape is (clients, 0).
+    Of masks, the labelled pixels are counted. Other targets have no single class: the
+    shape is (clients, 0).
     """
     if labels.dtype.kind == "f" or labels.ndim == 2:
         return np.zeros((len(parts), 0), dtype=np.int64)
@@ -314,7 +287,7 @@ def label_counts(labels: Labels, parts: list[Indices], classes: int) -> Indices:
 
 
 def _divided(labels: Labels, classes: Labels, holders: list[list[int]], clients: int, rng: np.random.Generator) -> list[Indices]:
-    """Divide every class equally among its ``holders``. A class without holders is left out."""
+    """Divide every class equally among its ``holders``, if it has any."""
     parts: list[list[Indices]] = [[] for _ in range(clients)]
     for label, owners in zip(classes, holders, strict=True):
         shares = np.array_split(rng.permutation(np.flatnonzero(labels == label)), max(len(owners), 1))

@@ -1,4 +1,4 @@
-"""Hold a loaded data set: samples and their targets, in a training and a test split.
+"""Hold a loaded data set: samples and targets, in a training and a test split.
 
 Legend: N samples, C channels, H height.
 """
@@ -21,25 +21,21 @@ SPLITS = (TEST, TRAINING) = ("test", "training")  # the splits that a run may ev
 
 
 def evaluated_on(validation_share: float, evaluate_on: str) -> str:
-    """Return which samples a run with these values of its config evaluates.
-
-    Returns:
-        ``test``, ``training`` or ``validation``, which counts wherever a run has such samples.
-    """
+    """Return which samples a run of this config evaluates, ``test``, ``training`` or ``validation``."""
     return "validation" if validation_share else evaluate_on
 
 
 class DataNotFound(FileNotFoundError):
-    """Signal that a file of a data set is missing on this machine and cannot be downloaded."""
+    """Signal that a data file is missing on this machine and cannot be downloaded."""
 
 
 class DataError(ValueError):
     """Signal that data are not as expected.
 
     Attributes:
-        source: the file, the data function or the data set.
+        source: the file, data function or data set.
         problem: what was expected, what is there, and what to do. It may quote the data.
-        part: the array, or the line and the column; empty: the whole of ``source``.
+        part: the array, or line and column; empty: all of ``source``.
     """
 
     def __init__(self, source: object, problem: str, part: str = "") -> None:
@@ -60,28 +56,31 @@ def expect(holds: bool, source: object, part: str, expected: str, found: object)
 class Dataset:
     """Hold a labelled set of images or measurements, in a training and a test split.
 
-    Images are square and uint8 (N, C, H, H). Measurements are finite float32 (N, ...), and the
-    network receives them unchanged. A table (N, features) counts as images of one pixel.
+    Images are square and uint8 (N, C, H, H). Measurements are finite float32 (N, ...),
+    which the network receives unchanged. A table (N, features) counts as images of one
+    pixel.
 
-    All callers in a process share the tensors: do not write into them.
+    Callers in a process share the tensors: do not write into them.
 
     Attributes:
         name: name of the set.
         x_train: images or measurements.
-        y_train: labels, int64 (N,) in ``[0, classes)``; sets of labels, int64 0 or 1 (N, classes);
-            or finite values, float32 (N,) or (N, classes).
+        y_train: labels, int64 (N,) in ``[0, classes)``; sets of labels, int64 0 or 1 (N,
+            classes); or finite values, float32 (N,) or (N, classes).
         x_test: as ``x_train``.
         y_test: as ``y_train``.
         classes: number of a network's outputs.
-        domain_train: int64 (N,) indices into ``domains``, if the samples come from several sources
-            (such as cameras or hospitals); else None.
+        domain_train: int64 (N,) indices into ``domains``, if there are several sources
+            (cameras, hospitals); else None.
         domain_test: as ``domain_train``.
-        domains: names of the sources; empty without any.
-        counted: whether ``classes`` is the largest label plus one, since nobody stated it.
-        notes: what was left out or replaced while the files were read, in sentences.
+        domains: names of the sources; may be empty.
+        counted: whether ``classes`` is the largest label plus one, since nobody stated
+            it.
+        notes: what was left out or replaced in the files, in sentences.
 
     Raises:
-        DataError: a tensor has another form, a split is empty, or a value is out of range.
+        DataError: a tensor has another form, a split is empty, or a value is out of
+            range.
     """
 
     name: str
@@ -110,22 +109,16 @@ class Dataset:
 
     @property
     def channels(self) -> int:
-        """Return the number of colour channels of an image, or of features of a row."""
+        """Return the number of an image's colour channels, or of a row's features."""
         return self.x_train.shape[1]
 
     @property
     def image_size(self) -> int:
-        """Return the height of an image in pixels; 1 for a row of a table."""
+        """Return an image's height in pixels; 1 for a row of a table."""
         return self.x_train.shape[2] if self.x_train.ndim > 2 else 1
 
     def select(self, train: Tensor, test: Tensor, **changes: Any) -> Self:
-        """Return the chosen samples as a data set.
-
-        Args:
-            train: the chosen training samples: their indices, or a mask.
-            test: the chosen test samples.
-            changes: other values of attributes.
-        """
+        """Return the chosen samples, by indices or masks, with other ``changes`` of attributes."""
         names = ("x", "y") if self.domain_train is None else ("x", "y", "domain")
         chosen = {
             f"{what}_{split}": getattr(self, f"{what}_{split}")[of] for split, of in (("train", train), ("test", test)) for what in names
@@ -133,7 +126,7 @@ class Dataset:
         return replace(self, **{**chosen, **changes})
 
     def tested_on_training(self) -> Self:
-        """Return the data set with its training samples also as its test samples."""
+        """Return the data set with its training samples also as test samples."""
         return replace(self, x_test=self.x_train, y_test=self.y_train, domain_test=self.domain_train)
 
     def _check_samples(self, part: str, x: Tensor) -> None:
@@ -165,17 +158,13 @@ class Dataset:
 
 
 def few(samples: Sequence[int]) -> str:
-    """Name the first samples of a list: ``sample 4``, ``samples 0, 1, 2 and 7 more``."""
+    """Name the first samples of a list: ``samples 0, 1, 2 and 7 more``."""
     more = f" and {len(samples) - 3} more" if len(samples) > 3 else ""
     return f"sample{'s' * (len(samples) > 1)} {', '.join(map(str, samples[:3]))}{more}"
 
 
 def same_form(source: object, part: str, tensors: Sequence[Tensor]) -> None:
-    """Check that samples, or targets, have one dtype and one shape per sample.
-
-    Raises:
-        DataError: two of them differ.
-    """
+    """Check that samples, or targets, have one dtype and one shape."""
     forms = dict.fromkeys((str(one.dtype).removeprefix("torch."), tuple(one.shape[1:])) for one in tensors)
     expect(len(forms) == 1, source, part, "the same form", " and ".join(f"{dtype} (N, *{shape})" for dtype, shape in forms))
 
@@ -186,15 +175,9 @@ def paths(text: str) -> list[Path]:
 
 
 def domains_of(sites: Sequence[Path], train: Sequence[int], test: Sequence[int]) -> dict[str, Any]:
-    """Return the fields of ``Dataset`` about domains; empty for a single file or folder.
+    """Return the fields of ``Dataset`` about domains; empty for a single site.
 
-    Args:
-        sites: the files or folders, each of which is a domain with its name.
-        train: number of training samples of each. They are in the same order.
-        test: number of test samples of each.
-
-    Raises:
-        DataError: two files or folders have the same name.
+    ``train`` and ``test`` are the numbers of samples of each site, in the same order.
     """
     names = tuple(site.stem for site in sites)
     expect(len(set(names)) == len(names), sites[0], "", "a name of its own for each file or folder", ", ".join(names))
@@ -205,7 +188,7 @@ def domains_of(sites: Sequence[Path], train: Sequence[int], test: Sequence[int])
 
 
 def untrained_classes(data: Dataset) -> str:
-    """Name the classes without a training sample, the first ten at most; empty: none."""
+    """Name the first ten classes without a training sample; empty: none."""
     if kind_of(data.y_train) != LABELS:
         return ""
     missing = (torch.bincount(data.y_train, minlength=data.classes) == 0).nonzero().flatten().tolist()
@@ -213,7 +196,7 @@ def untrained_classes(data: Dataset) -> str:
 
 
 def describe(y: Tensor, classes: int) -> str:
-    """Describe the targets in words: ``10 classes``, ``3 values per sample``, and so on."""
+    """Describe the targets: ``10 classes``, ``3 values per sample`` or so."""
     kind = kind_of(y)
     if kind == VALUES:
         return f"{classes} value{'s' if classes > 1 else ''} per sample"

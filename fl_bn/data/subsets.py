@@ -1,4 +1,4 @@
-"""Take parts of a data set: without a domain, of one domain, or with validation samples."""
+"""Take parts of a data set: domains, or validation samples."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ _STREAM = 0x7A11  # sets these draws apart from others that start from the same 
 
 
 def without_domain(data: Dataset, name: str) -> Dataset:
-    """Remove the training and test samples of domain ``name``. The other domains keep their order.
-
-    A run trains without this domain. Afterwards the model of the run is adapted to it.
+    """Remove domain ``name``, for a run whose model is adapted to it afterwards.
 
     Raises:
         DataError: there is no such domain, or it is the only one.
@@ -50,7 +48,7 @@ def only_domain(data: Dataset, name: str) -> Dataset:
 
 
 def _domain(data: Dataset, name: str) -> tuple[int, Tensor, Tensor]:
-    """Return the position of the domain ``name``, and the domains of both splits."""
+    """Return the position of domain ``name``, and the domains of both splits."""
     listed = ", ".join(data.domains) or "none: give several npz or CSV files or folders, or dataset='digits'"
     expect(name in data.domains, data.name, "", f"a domain {name!r}", listed)
     assert data.domain_train is not None
@@ -63,8 +61,8 @@ class HeldOut:
     """Hold a data set with validation samples.
 
     Attributes:
-        data: the data set. Its test split holds the validation samples.
-        parts: for each client, the indices of its remaining training samples in ``data``.
+        data: the data set, with the validation samples as test split.
+        parts: for each client, the indices of its remaining training samples.
     """
 
     data: Dataset
@@ -74,14 +72,8 @@ class HeldOut:
 def hold_out(data: Dataset, parts: list[Indices], share: float, seed: int) -> HeldOut:
     """Hold out ``share`` of every client's training samples in place of the test split.
 
-    The samples are drawn at random, for each client separately, so the samples of one client do not
-    depend on the other clients. A client keeps at least two samples, or all if it has fewer.
-
-    Args:
-        data: the whole data set.
-        parts: for each client, the indices of its samples in the training split.
-        share: between 0 and 1.
-        seed: seed of the draws.
+    They are drawn at random for each client separately, so they do not depend on other
+    clients. A client keeps at least two samples, or all if it has fewer.
 
     Raises:
         DataError: no client has a sample to hold out.

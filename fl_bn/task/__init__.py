@@ -1,11 +1,11 @@
 """Define tasks, one file per kind: how a batch is read, the loss, and the metrics.
 
-A task's metrics are computed from sums. The sums of two sets of data add up to the sums of their
-union (torchmetrics' merge rule). So an evaluation in batches, at clients, by domain, or under
-secure aggregation gives the result of one pass over all data.
+Metrics are computed from sums. The sums of two sets of data add up to those of their
+union (torchmetrics' merge rule). So an evaluation in batches, at clients, by domain, or
+under secure aggregation gives the result of one pass over all data.
 
-A task of your own is a class of about ten lines. In this one, the network has one output per
-sample, and labels are grades:
+A task of your own is about ten lines. Here the network has one output per sample, and
+labels are grades:
 
 >>> import torch
 >>> from torch.nn import functional as F

@@ -1,6 +1,6 @@
 """Define tasks with one of C classes, per sample or per pixel.
 
-Legend: B samples of a batch, C classes, H height, W width.
+Legend: B samples, C classes, H height, W width.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MEAN_IOU, CLASS = "mean-iou", "accuracy-class-"
 class Classification(Task):
     """Define a task with one of C classes per sample.
 
-    Outputs are scores (B, C), targets int64 labels (B,). The loss is cross-entropy. The metrics are
-    ``accuracy``, over all samples, and ``accuracy-class-0`` and so on, over the samples of one class each.
+    Outputs are scores (B, C), targets int64 labels (B,). The loss is cross-entropy. The
+    metrics are ``accuracy``, and ``accuracy-class-0`` and so on for one class each.
 
     >>> from fl_bn import Classification
     >>> state = Classification().state()
@@ -37,9 +37,9 @@ class Classification(Task):
     (0.5, 0.5)
 
     Attributes:
-        target_key: key of the targets, if batches are dicts. Empty: see ``Task.read``.
-        input_keys: keys of the inputs, if batches are dicts. Empty: see ``Task.read``.
-        output_key: key or index of the scores in a network's output. None: see ``Task.output``.
+        target_key: see ``Task``.
+        input_keys: see ``Task``.
+        output_key: see ``Task``.
     """
 
     name, metric = "classification", "accuracy"
@@ -47,7 +47,7 @@ class Classification(Task):
     takes = (LABELS,)
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Compute the mean cross-entropy of scores (B, C) and labels (B,), over the samples with a label; 0 if there are none."""
+        """Compute the mean cross-entropy of scores (B, C) over labels (B,); 0 without labels."""
         labels = labels_of(output, targets)
         known = labels.is_floating_point() or (labels.is_cpu and labels.numel() and not inside_transform() and int(labels.min()) >= 0)
         try:
@@ -56,7 +56,7 @@ class Classification(Task):
             raise ValueError(NO_SCORE.format(output.shape[1] - 1, labels.max())) from None
 
     def count(self, targets: Tensor) -> int:
-        """Count the labels, one for each sample or position; those below 0 are none."""
+        """Count the labels; those below 0 are none."""
         if not isinstance(targets, Tensor) or targets.is_floating_point():
             return super().count(targets)
         return int((targets >= 0).sum())
@@ -68,7 +68,7 @@ class Classification(Task):
         return {"confusion": confusion_counts(output, labels, UNLABELLED if is_class else IGNORE)}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Compute the accuracy over all samples and over the samples of each class, NaN for a class without samples."""
+        """Compute the accuracies over all samples and each class, NaN for an empty one."""
         confusion = sums["confusion"]
         labels = int(confusion.sum())
         accuracy = int(confusion.trace()) / labels if labels else math.nan
@@ -76,16 +76,17 @@ class Classification(Task):
         return {"accuracy": accuracy} | {f"{CLASS}{index}": value for index, value in enumerate(per_class.tolist())}
 
     def samples_behind(self, targets: Tensor) -> dict[str, int]:
-        """Return ``accuracy-class-N`` -> the number of samples of class N."""
+        """Return ``accuracy-class-N`` -> number of samples of class N."""
         return {f"{CLASS}{index}": n for index, n in enumerate(torch.bincount(targets[targets >= 0]).tolist())}
 
 
 class ClassificationAUC(Classification):
-    """Define a task with one of C classes per sample, whose metric is ``auc``, the area under the ROC curve.
+    """Define classification whose metric is ``auc``, the area under the ROC curve.
 
-    The AUC is the mean over the classes of the area for this class against all others. It is scikit-learn's
-    ``multi_class="ovr"``, for log odds rounded to ``BINS`` bins. A class without samples, or with all samples, is left
-    out. If no class remains, the AUC is NaN. The accuracies of ``Classification`` are further metrics.
+    It is the mean over the classes, each against all others: scikit-learn's
+    ``multi_class="ovr"``, for log odds rounded to ``BINS`` bins. A class of no or all
+    samples is left out. If none remains, the AUC is NaN. The accuracies of
+    ``Classification`` are further metrics.
 
     >>> from fl_bn.task import ClassificationAUC
     >>> state = ClassificationAUC().state()
@@ -94,9 +95,9 @@ class ClassificationAUC(Classification):
     (1.0, 0.333)
 
     Attributes:
-        target_key: key of the targets, if batches are dicts. Empty: see ``Task.read``.
-        input_keys: keys of the inputs, if batches are dicts. Empty: see ``Task.read``.
-        output_key: key or index of the scores in a network's output. None: see ``Task.output``.
+        target_key: see ``Task``.
+        input_keys: see ``Task``.
+        output_key: see ``Task``.
     """
 
     name, metric = "classification-auc", "auc"
@@ -107,9 +108,9 @@ class ClassificationAUC(Classification):
     LARGEST: ClassVar[float] = 10.0  # the bins end where the inverse hyperbolic sine of the log odds is -10 and 10
 
     def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
-        """Count the confusion matrix (C, C), and make histograms (C, 2, BINS) of the log odds of each class.
+        """Count confusions (C, C), and make histograms (C, 2, BINS) of each class's log odds.
 
-        On the axis of length 2, index 0 has the samples of other classes, and index 1 the samples of the class.
+        On the axis of length 2, index 0 has the samples of other classes.
         """
         counted = super().sums(output, targets)
         targets, classes = labels_of(output, targets), output.shape[1]
@@ -122,7 +123,7 @@ class ClassificationAUC(Classification):
         return counted | {"scores": scores}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Compute the area under the ROC curve, the accuracy over all samples, and the accuracy over each class."""
+        """Compute the area under the ROC curve and the accuracies."""
         others, own = sums["scores"].double().unbind(1)
         below = others.cumsum(1) - others / 2  # samples of other classes that score less; those of the same bin count half
         area = (own * below).sum(1) / (own.sum(1) * others.sum(1))  # NaN where either has no sample
@@ -130,10 +131,10 @@ class ClassificationAUC(Classification):
 
 
 class Segmentation(Classification):
-    """Define a task with one of C classes per pixel: loss and metrics of ``Classification``, over labelled pixels.
+    """Define ``Classification`` per pixel, over labelled pixels.
 
-    Outputs are scores (B, C, H, W) or (B, C, D, H, W), targets int64 masks (B, H, W) or (B, D, H, W). A pixel without
-    a label has 255 in the mask. The metric ``mean-iou`` is torchmetrics' macro JaccardIndex of the classes that occur.
+    Outputs are scores (B, C, [D,] H, W), targets int64 masks (B, [D,] H, W), 255 for no
+    label. ``mean-iou`` is torchmetrics' macro JaccardIndex of the classes that occur.
 
     >>> from fl_bn import Segmentation
     >>> state = Segmentation().state()
@@ -142,9 +143,9 @@ class Segmentation(Classification):
     1.0
 
     Attributes:
-        target_key: key of the masks, if batches are dicts. Empty: see ``Task.read``.
-        input_keys: keys of the inputs, if batches are dicts. Empty: see ``Task.read``.
-        output_key: key or index of the scores in a network's output. None: see ``Task.output``.
+        target_key: see ``Task``.
+        input_keys: see ``Task``.
+        output_key: see ``Task``.
     """
 
     name = "segmentation"
@@ -155,7 +156,7 @@ class Segmentation(Classification):
         return {"confusion": confusion_counts(output, labels_of(output, targets))}
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Compute the mean cross-entropy over labelled pixels; 0 if no pixel has a label, where torch gives NaN."""
+        """Compute the mean cross-entropy over labelled pixels; 0 without any."""
         masks = masks_of(output, targets)
         return F.cross_entropy(output, masks, ignore_index=IGNORE, reduction="sum") / (masks != IGNORE).sum().clamp(min=1)
 
@@ -164,7 +165,7 @@ class Segmentation(Classification):
         return int(((targets != IGNORE) & (targets >= 0)).sum())
 
     def samples_behind(self, targets: Tensor) -> dict[str, int]:
-        """Return ``accuracy-class-N`` -> the number of images in which class N occurs."""
+        """Return ``accuracy-class-N`` -> number of images with class N."""
         images = torch.zeros(IGNORE + 1, dtype=torch.int64)
         for mask in targets:
             images += mask[mask >= 0].bincount(minlength=IGNORE + 1) > 0
@@ -178,12 +179,13 @@ class Segmentation(Classification):
 
 
 def labels_of(output: Tensor, targets: Tensor) -> Tensor:
-    """Return the labels for scores (B, C, ...): ``targets`` themselves, or without an axis of size 1 in the place of C.
+    """Return the labels for scores (B, C, ...), without an axis of size 1 in place of C.
 
-    MONAI's masks (B, 1, H, W) have such an axis, and so have MedMNIST's labels (B, 1).
+    MONAI's masks (B, 1, H, W) and MedMNIST's labels (B, 1) have such an axis.
 
     Raises:
-        ValueError: The labels are no tensor, floats, or of another shape than the scores without C.
+        ValueError: the labels are no tensor, floats, or of another shape than the scores
+            without C.
     """
     if not isinstance(targets, Tensor):
         raise ValueError(f"expected a tensor of whole numbers as labels, one for each class, but got {excerpt(targets)}")
@@ -200,11 +202,7 @@ def _form(targets: Tensor) -> str:
 
 
 def _cross_entropy_of_labelled(output: Tensor, labels: Tensor) -> Tensor:
-    """Compute the mean cross-entropy over labels of at least 0; 0 if there are none, where torch gives NaN.
-
-    Raises:
-        ValueError: There are two classes, and a label is -1.
-    """
+    """Compute the mean cross-entropy over labels of at least 0; 0 without any, where torch gives NaN."""
     unlabelled = labels < 0
     if output.shape[1] == 2 and labels.ndim == 1 and not inside_transform():
         _check_two_classes(labels)
@@ -213,17 +211,13 @@ def _cross_entropy_of_labelled(output: Tensor, labels: Tensor) -> Tensor:
 
 
 def _check_two_classes(labels: Tensor) -> None:
-    """Check that no label of two classes is -1, which may be the second class or mean that there is no label.
-
-    Raises:
-        ValueError: A label is -1.
-    """
+    """Raise ValueError if one of two classes' labels is -1, which may mean class or none."""
     if bool((labels == -1).any()):
         raise ValueError("expected the labels 0 and 1 of two classes, but one is -1: write 0, or -100 where there is no label")
 
 
 def masks_of(output: Tensor, targets: Tensor) -> Tensor:
-    """Return ``labels_of``, with ``IGNORE`` in the place of labels below 0, such as the -100 of torch's losses."""
+    """Return ``labels_of``, with ``IGNORE`` for labels below 0, such as torch's -100."""
     masks = labels_of(output, targets)
     return masks.masked_fill(masks < 0, IGNORE)
 
@@ -232,18 +226,18 @@ def confusion_counts(output: Tensor, targets: Tensor, ignore: int = IGNORE) -> T
     """Count how often each class is predicted for each label.
 
     Args:
-        output: scores (B, C), or (B, C, H, W), or (B, C, D, H, W).
-        targets: labels (B,), or masks (B, H, W), or (B, D, H, W).
+        output: scores (B, C), (B, C, H, W) or (B, C, D, H, W).
+        targets: labels (B,), or masks (B, H, W) or (B, D, H, W). Those below 0, such as
+            torch's -100, are left out.
 
-            Labels below 0, such as the -100 of torch's losses, are left out.
-        ignore: the label in masks that is left out, too.
+        ignore: a label of masks that is left out, too.
 
     Returns:
         Int64 (C, C): labels in rows, predictions in columns.
 
     Raises:
-        ValueError: ``output`` has scores of fewer than two classes, ``targets`` are not whole numbers, one for each sample or pixel, or
-            a label has no score.
+        ValueError: scores are of fewer than two classes, ``targets`` are not one whole
+            number per sample or pixel, or a label has no score.
     """
     if output.ndim < 2 or output.shape[1] < 2 or targets.is_floating_point() or targets.shape != (len(output), *output.shape[2:]):
         raise ValueError(f"expected scores (B, C) of 2 classes or more and labels (B,), but got {tuple(output.shape)} and {_form(targets)}")
@@ -259,12 +253,9 @@ def confusion_counts(output: Tensor, targets: Tensor, ignore: int = IGNORE) -> T
 
 
 def log_odds(scores: Tensor) -> Tensor:
-    """Compute the log odds of every class (B, C), ``log(p / (1 - p))`` with its softmax probability ``p``.
+    """Compute each class's log odds (B, C), ``log(p / (1 - p))`` of its softmax ``p``.
 
-    The log odds are exact even where ``p`` rounds to 1.
-
-    Args:
-        scores: (B, C), at least two classes.
+    They are exact even where ``p`` rounds to 1. There are at least two classes.
     """
     whole, best = scores.logsumexp(1, keepdim=True), scores.argmax(1, keepdim=True)
     others = whole + torch.log1p(-(scores - whole).exp())  # exact for p up to 1/2; the best class, whose p may be larger, follows

@@ -1,6 +1,6 @@
-"""Define a task with a class per pixel or voxel, trained by the Dice loss: 1 minus the overlap of predictions and masks.
+"""Define segmentation trained by the Dice loss: 1 minus the overlap with the mask.
 
-Legend: B samples of a batch, C classes, D depth, H height, W width, P labelled pixels of a batch.
+Legend: B samples, C classes, D depth, H height, W width, P labelled pixels.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from fl_bn.task.task import SHARE, Range
 
 DICE = "dice"
 SMOOTH = 1e-5
-"""Added to the numerator and the denominator of an overlap. A class without predicted and true pixels then has an overlap of 1."""
+"""Added to an overlap's numerator and denominator, so that it is 1 for a class without pixels."""
 
 
 @dataclass(frozen=True)
 class Dice(Segmentation):
     """Define segmentation by the soft Dice loss, for images (B, C, H, W) and volumes (B, C, D, H, W).
 
-    An image's loss is 1 minus the mean over classes of 2 sum(p y) / (sum(p) + sum(y)), plus its cross-entropy times ``cross_entropy``.
-    Sums are over labelled pixels. At a pixel, p is the class's probability, and y is 1 if the class is the label, else 0. In the
-    metric ``dice``, sums are over all images, and p is 1 if the class is the predicted one, else 0.
+    The loss is 1 minus the mean over classes of 2 sum(p y) / (sum(p) + sum(y)) over an
+    image's labelled pixels, plus ``cross_entropy`` times cross-entropy. p is the class's
+    probability, y is 0 or 1. In ``dice``, all images are one sum, and p is 0 or 1.
 
     >>> import torch
     >>> from fl_bn import Dice
@@ -35,18 +35,18 @@ class Dice(Segmentation):
     0.0
 
     Attributes:
-        target_key: key of the masks, if batches are dicts. Empty: see ``Task.read``.
-        input_keys: keys of the inputs, if batches are dicts. Empty: see ``Task.read``.
-        output_key: key or index of the scores in a network's output. None: see ``Task.output``.
-        background: whether class 0 counts in loss and ``dice``; it is the background of most masks.
-        cross_entropy: weight of the cross-entropy in the loss, at least 0.
+        target_key: see ``Task``.
+        input_keys: see ``Task``.
+        output_key: see ``Task``.
+        background: whether class 0, mostly the background, counts in loss and ``dice``.
+        cross_entropy: its weight in the loss, at least 0.
 
     Raises:
         ValueError: ``cross_entropy`` is negative or NaN.
 
     References:
-        Sudre et al., "Generalised Dice overlap as a deep learning loss function", DLMIA 2017, eq. 1 and the
-        two-class form before it. Here every class has the same weight.
+        Sudre et al., "Generalised Dice overlap as a deep learning loss function", DLMIA
+        2017, eq. 1 and the two-class form before it. Here all classes have one weight.
     """
 
     name, metric = "dice", DICE
@@ -60,11 +60,7 @@ class Dice(Segmentation):
             raise ValueError(f"task dice: cross_entropy must be >= 0, but got {self.cross_entropy}")
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Compute the mean loss over the images, of scores (B, C, ...) and masks (B, ...).
-
-        Raises:
-            ValueError: The network has outputs for fewer than two classes.
-        """
+        """Compute the mean loss over images, of scores (B, C, ...) and masks (B, ...)."""
         first, targets = self._first(output.shape[1]), masks_of(output, targets)
         labelled = targets != IGNORE
         kept = labelled.unsqueeze(1).to(output.dtype)
@@ -82,14 +78,14 @@ class Dice(Segmentation):
         return len(targets)
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Compute ``dice`` (the overlap of predictions and masks) and the metrics of ``Segmentation``."""
+        """Compute ``dice`` and the metrics of ``Segmentation``."""
         confusion = sums["confusion"]
         first = self._first(len(confusion))
         hits, sizes = confusion.diagonal().double()[first:], (confusion.sum(0) + confusion.sum(1)).double()[first:]
         return {DICE: float((2 * hits / sizes)[sizes > 0].mean())} | super().metrics(sums)
 
     def _first(self, classes: int) -> int:
-        """Return the index of the first class that counts in loss and ``dice``."""
+        """Return the first class that counts."""
         if classes < 2:
             raise ValueError(f"task dice: the network needs an output for every class, background included, but has {classes} output")
         return 0 if self.background else 1

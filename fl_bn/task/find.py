@@ -16,18 +16,19 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, Cla
 
 
 def find_task(name: str, kind: str | None = None, modules: Modules | None = None) -> Task:
-    """Return a task by the name that a run config has for it.
+    """Return the task of a name in a run config.
 
     Args:
-        name: one of ``TASKS``, or "auto" for one class per sample or pixel. Or a function or class
-            of your own as "package.module:function", which is called without arguments.
-        kind: kind of the data's targets (``kind_of``). None: unknown. "auto" is then
-            classification, which declares the same metrics as segmentation.
-        modules: modules that may hold a task of your own. None: any.
+        name: one of ``TASKS``, or "auto" for one class per sample or pixel. Or your own
+            function or class as "package.module:function", which is called without
+            arguments.
+        kind: of the data's targets (``kind_of``). None: unknown; "auto" is then
+            classification, with the same metrics as segmentation.
+        modules: those that may hold your own task. None: any.
 
     Raises:
-        ValueError: there is no such task, the task does not learn from targets of this kind, or
-            your own function fails or returns no Task.
+        ValueError: there is no such task, it does not learn from such targets, or your
+            own function fails or returns no Task.
     """
     if name == AUTO:
         if kind in (None, LABELS, MASKS):

@@ -1,6 +1,6 @@
-"""Compute metrics from sums that add up over batches and clients, or by metric objects.
+"""Compute metrics from sums that add up over batches and clients, or by objects.
 
-A metric object has ``update``, ``compute`` and ``reset``, as those of torchmetrics.
+Metric objects have ``update``, ``compute`` and ``reset``, as those of torchmetrics.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from fl_bn.task.task import Task
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*-?")
-"""The pattern of a metric's name. A name that ends in "-" stands for a series, such as one value per class."""
+"""A metric's name. One that ends in "-" stands for a series, such as one value per class."""
 LOWER = re.compile(r"loss|error|perplexity|nll|brier|distance|(?<![a-z])(r?mse|mae)(?![a-z])", re.IGNORECASE)
-"""Matches names of metrics of which lower values are better."""
+"""Matches metrics of which lower values are better."""
 Own = TypeVar("Own", bound="Task")
 LOGGER = logging.getLogger("flwr")
 UNDEFINED = re.compile(r".*(undefined|ill-defined|not defined|meaningless|Returns 0|0/0)", re.DOTALL)
-"""Matches the warnings with which torchmetrics and scikit-learn return a placeholder, because the data do not define a metric."""
+"""Matches warnings that data do not define a metric, with which torchmetrics and scikit-learn return a placeholder."""
 _WATCHING = threading.RLock()  # Python's filters of warnings are those of all threads
 
 
 def lower_is_better(metric: str) -> bool:
-    """Return whether lower values of ``metric`` are better. Only its name decides.
+    """Return whether lower values of ``metric`` are better, by its name.
 
     >>> [lower_is_better(name) for name in ("accuracy", "eval_loss", "val_MSE")]
     [False, True, True]
@@ -45,19 +45,17 @@ def lower_is_better(metric: str) -> bool:
 
 
 class MetricState:
-    """Hold the sums from which the loss and a task's metrics over some data are computed.
+    """Hold the sums from which the loss and a task's metrics are computed.
 
-    ``update`` adds a batch. ``+`` and ``union`` join the states of different data.
+    ``update`` adds a batch. ``+`` and ``union`` join states of different data.
 
     Attributes:
-        task: the task.
         total: sum of the losses of ``count`` samples.
-        count: sum of ``task.count`` over the batches: usually the number of samples; labelled
-            pixels for ``Segmentation``.
+        count: sum of ``task.count``: samples, or labelled pixels for ``Segmentation``.
         sums: the task's sums, by name.
-        objects: the task's metric objects, by name, with the batches of this state.
-        parts: (count, values of the metric objects) of each state that ``union`` joined. Empty if
-            this is no union.
+        objects: the task's metric objects, by name.
+        parts: (count, values of the metric objects) of each state that ``union`` joined,
+            if any.
     """
 
     def __init__(self, task: Task, total: float = 0.0, count: int = 0, sums: Mapping[str, Tensor] | None = None) -> None:
@@ -100,13 +98,13 @@ class MetricState:
         return {"loss": self.loss, **self.task.metrics({name: value.cpu() for name, value in self.sums.items()}), **self._values()}
 
     def _values(self) -> dict[str, float]:
-        """Return name -> value of each metric object, or its weighted mean over the parts."""
+        """Return name -> value of each metric object, or its weighted mean over parts."""
         if not self.objects or not self.parts:
             return compute(self.objects)
         return {name: weighted_mean([(count, values[name]) for count, values in self.parts]) for name in self.objects}
 
     def __getitem__(self, name: str) -> float:
-        """Return the loss or one metric: the entry ``name`` of ``result``."""
+        """Return the loss or one metric, by name."""
         return self.result()[name]
 
     def __add__(self, other: MetricState) -> MetricState:
@@ -116,8 +114,8 @@ class MetricState:
     def union(cls, parts: Iterable[MetricState]) -> Self:
         """Return the state of all parts' data together.
 
-        The sums are added. The parts' mean losses, and the values of metric objects, are weighted
-        by their counts.
+        Sums are added. The parts' mean losses, and values of metric objects, are weighted
+        by counts.
 
         Raises:
             ValueError: there is no part, or the parts are of several tasks.
@@ -144,13 +142,13 @@ def weighted_mean(values: Sequence[tuple[int, float]]) -> float:
 
 @runtime_checkable
 class MetricObject(Protocol):
-    """Describe a metric over any number of batches: torchmetrics', or your own."""
+    """Describe a metric over any number of batches, such as torchmetrics'."""
 
     def update(self, preds: Any, target: Any, /) -> None:
-        """Add a batch, with the predictions that ``Task.output`` returns and the targets."""
+        """Add a batch of predictions (``Task.output``) and targets."""
 
     def compute(self) -> Any:
-        """Return the metric over all batches since the last ``reset``, as one number."""
+        """Return the metric over all batches since ``reset``, as one number."""
 
     def reset(self) -> None:
         """Forget all batches."""
@@ -160,14 +158,13 @@ def extended(task: Own, loss: Callable[[Any, Any], torch.Tensor] | None = None, 
     """Return a copy of ``task`` with another loss, or with further metrics.
 
     Args:
-        task: The task.
-        loss: A function that takes an output and the targets, and returns the mean loss over the
-            batch. None: the loss of ``task``.
-        metrics: Further metrics by name.
+        task: the original.
+        loss: takes an output and the targets, and returns the batch's mean loss. None:
+            that of ``task``.
+        metrics: further metrics by name.
 
     Raises:
-        ValueError: The name of a metric is not valid, or the task already has a metric of this
-            name.
+        ValueError: a metric's name is not valid, or not new.
     """
     made, further = copy.copy(task), {**task.objects(), **(metrics or {})}
     for name in metrics or {}:
@@ -184,8 +181,7 @@ def fresh(task: Task) -> dict[str, MetricObject]:
     """Return copies of a task's metric objects, without any batch.
 
     Raises:
-        ValueError: A metric is a class, or lacks one of the methods ``update``, ``compute`` and
-            ``reset``.
+        ValueError: a metric is a class, or lacks ``update``, ``compute`` or ``reset``.
     """
     made = {}
     for name, metric in task.objects().items():
@@ -210,7 +206,7 @@ def update(objects: Mapping[str, MetricObject], output: Any, targets: Any) -> No
 
 
 def compute(objects: Mapping[str, MetricObject]) -> dict[str, float]:
-    """Return name -> value of every metric object; NaN where it warns that it is undefined.
+    """Return name -> value of every metric object; NaN where it is undefined.
 
     Raises:
         ValueError: A value is not one number.
@@ -227,7 +223,7 @@ def compute(objects: Mapping[str, MetricObject]) -> dict[str, float]:
 
 
 def _computed(name: str, metric: MetricObject) -> Any:
-    """Return the metric's value; NaN if the metric warns that it is undefined (``UNDEFINED``)."""
+    """Return the metric's value; NaN if it warns that it is undefined (``UNDEFINED``)."""
     with _WATCHING, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         value = metric.compute()

@@ -18,10 +18,10 @@ from fl_bn.task.task import SHARE, Range, Task
 
 
 class MultiLabel(Task):
-    """Define a task with any of K labels per sample. Outputs are logits (B, K), targets are 0 or 1 (B, K).
+    """Define a task with any of K labels per sample: logits (B, K), targets 0 or 1 (B, K).
 
-    The loss is binary cross-entropy. The metrics are ``mean-average-precision`` (scikit-learn's, for logits rounded
-    to ``BINS`` bins), and ``f1-micro`` and ``f1-macro`` of labels with a probability above 1/2.
+    The loss is binary cross-entropy. The metrics are ``mean-average-precision`` (of
+    logits in ``BINS`` bins), ``f1-micro`` and ``f1-macro`` (of probabilities above 1/2).
 
     >>> from fl_bn import MultiLabel
     >>> state = MultiLabel().state()
@@ -30,9 +30,9 @@ class MultiLabel(Task):
     (1.0, 0.8)
 
     Attributes:
-        target_key: key of the targets, if batches are dicts. Empty: see ``Task.read``.
-        input_keys: keys of the inputs, if batches are dicts. Empty: see ``Task.read``.
-        output_key: key or index of the logits in a network's output. None: see ``Task.output``.
+        target_key: see ``Task``.
+        input_keys: see ``Task``.
+        output_key: see ``Task``.
     """
 
     name, metric = "multi-label", "mean-average-precision"
@@ -43,14 +43,14 @@ class MultiLabel(Task):
     BINS: ClassVar[int] = 1024
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Compute the mean binary cross-entropy of logits (B, K) and targets (B, K)."""
+        """Compute the mean binary cross-entropy of logits and targets (B, K)."""
         output, targets = alike(self.name, output, targets)
         if targets.device.type == "cpu" and not targets.is_floating_point() and not inside_transform():
             check_labels(targets)
         return F.binary_cross_entropy_with_logits(output, targets.to(output.dtype))
 
     def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
-        """Count hits, misses and false alarms (3, K), and make histograms (K, 2, BINS) of the logits by target, 0 or 1."""
+        """Count hits, misses and false alarms (3, K), and make histograms (K, 2, BINS) of logits by target."""
         output, y = alike(self.name, output, targets)
         check_labels(y)
         if output.ndim == 1:  # one label
@@ -80,7 +80,7 @@ def check_labels(targets: Tensor) -> None:
     """Check that all targets are 0 or 1.
 
     Raises:
-        ValueError: One is another number, such as -1 for an uncertain label.
+        ValueError: one is another number, such as -1 for an uncertain label.
     """
     if bool(((targets != 0) & (targets != 1)).any()):
         other = targets[(targets != 0) & (targets != 1)].flatten()[0].item()

@@ -1,4 +1,4 @@
-"""Define the regression task, whose targets are one or several numbers per sample.
+"""Define the regression task: one or several numbers per sample.
 
 Legend: B samples of a batch, D values.
 """
@@ -18,10 +18,10 @@ from fl_bn.task.task import Range, Task
 
 
 class Regression(Task):
-    """Define a task with D values per sample. Outputs and targets are (B, D), or (B,) for one value.
+    """Define a task with D values per sample: (B, D), or (B,) for one value.
 
-    The loss is the mean squared error. The metrics are ``r2``, ``mse`` and ``mae``. ``r2`` is the mean of R2 over the
-    values that vary (scikit-learn's uniform average). Its rounding error is about ``1e-16 (mean / sd)^2``.
+    The loss is the mean squared error. The metrics are ``mse``, ``mae`` and ``r2``, a
+    mean over the values that vary. Its rounding error is about ``1e-16 (mean / sd)^2``.
 
     >>> from fl_bn import Regression
     >>> state = Regression().state()
@@ -30,9 +30,9 @@ class Regression(Task):
     (0.5, 0.5)
 
     Attributes:
-        target_key: key of the targets, if batches are dicts. Empty: see ``Task.read``.
-        input_keys: keys of the inputs, if batches are dicts. Empty: see ``Task.read``.
-        output_key: key or index of the values in a network's output. None: see ``Task.output``.
+        target_key: see ``Task``.
+        input_keys: see ``Task``.
+        output_key: see ``Task``.
     """
 
     name, metric = "regression", "r2"
@@ -46,7 +46,7 @@ class Regression(Task):
         return F.mse_loss(output.to(dtype), targets.to(dtype))
 
     def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
-        """Sum squared errors, absolute errors, targets and squared targets over the batch: each (D,), in float64."""
+        """Sum squared and absolute errors, targets and squared targets: each (D,), float64."""
         output, y = (t.double().reshape(len(t), -1) for t in alike(self.name, output, targets))
         error = output - y
         sums = {"squared-error": error.square(), "absolute-error": error.abs(), "targets": y, "squared-targets": y.square()}

@@ -1,4 +1,4 @@
-"""Name the kinds of targets, and handle tensors in the tuples, lists and dicts of a batch."""
+"""Name the kinds of targets, and handle tensors in nested tuples, lists and dicts."""
 
 from __future__ import annotations
 
@@ -14,24 +14,14 @@ LABELS, MASKS, VALUES, LABEL_SETS = "one label per sample", "masks", "values", "
 
 
 def kind_of(targets: Tensor) -> str:
-    """Return the kind of targets.
-
-    Returns:
-        ``LABELS`` for int64 (N,), ``LABEL_SETS`` for int64 (N, K), ``MASKS`` for int64 (N, H, W),
-        ``VALUES`` for floats (N,) or (N, D).
-    """
+    """Return the kind of targets: int64 labels (N,), sets (N, K) or masks (N, H, W), or float values."""
     return VALUES if targets.is_floating_point() else {1: LABELS, 2: LABEL_SETS}.get(targets.ndim, MASKS)
 
 
 def alike(task: str, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs and targets in one shape: (B,) if one is (B, 1) and the other (B,).
 
-    Nothing is broadcast.
-
-    Args:
-        task: the task's name, for the message.
-        output: the prediction.
-        targets: the targets.
+    Nothing is broadcast. ``task`` is the task's name, for the message.
 
     Raises:
         ValueError: the shapes differ in any other way.
@@ -44,12 +34,12 @@ def alike(task: str, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Copy a batch to ``device``: its tensors, in nested tuples, lists and dicts."""
+    """Copy a batch's tensors to ``device``."""
     return changed(batch, lambda part: part.to(device))
 
 
 def changed(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply ``change`` to each tensor of a batch, in nested tuples, lists and dicts."""
+    """Apply ``change`` to each tensor of a batch."""
     if isinstance(batch, Mapping):
         return {key: changed(value, change) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields") and not isinstance(batch, PackedSequence):
@@ -62,17 +52,16 @@ def changed(batch: Any, change: Callable[[Any], Any]) -> Any:
 def batch_size(inputs: Any, targets: Any) -> int:
     """Return the number of samples of a batch.
 
-    Targets may be a tensor (B, ...), a list with one entry per sample, or several tensors (B, ...)
-    in a tuple, list or dict. A list of tensors has one tensor per sample if its length is the
-    number of inputs. But if every tensor has that length, each tensor covers the batch.
+    Targets may be a tensor (B, ...), a list with one entry per sample, or several tensors
+    (B, ...) in a tuple, list or dict. A list of tensors has one per sample if its length
+    is the number of inputs, unless every tensor has that length.
 
     Args:
-        inputs: The inputs of the batch: tensors (B, ...), or a list with one entry per sample.
-        targets: The targets of the batch. They may also be of another form if the inputs show the
-            number of samples.
+        inputs: tensors (B, ...), or a list with one entry per sample.
+        targets: may be of another form if the inputs show the number of samples.
 
     Raises:
-        ValueError: Neither shows how many samples the batch has.
+        ValueError: neither shows how many samples the batch has.
     """
     if isinstance(targets, Tensor | np.ndarray) and targets.ndim:
         return len(targets)
@@ -90,10 +79,10 @@ def batch_size(inputs: Any, targets: Any) -> int:
 
 
 def one_number(loss: Any) -> Tensor:
-    """Check the loss of a batch, and return it.
+    """Check a batch's loss, and return it.
 
     Raises:
-        ValueError: ``loss`` is no tensor with one number.
+        ValueError: it is no tensor with one number.
     """
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
@@ -102,7 +91,7 @@ def one_number(loss: Any) -> Tensor:
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Yield all tensors of a batch, in nested tuples, lists and dicts, in order."""
+    """Yield all tensors of a batch, in order."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping | tuple | list):

@@ -26,7 +26,7 @@ _OUTPUT_KEYS = ("logits", "out")  # of transformers' and torchvision's networks
 class Task(ABC):
     """Define what a network learns: a loss, and metrics computed from sums.
 
-    A task of your own takes ten lines: docs/how-to/task.md.
+    Your own takes ten lines: docs/how-to/task.md.
 
     >>> from fl_bn import Classification, Task
     >>> task: Task = Classification(target_key="digit", output_key="scores")  # batches and networks may be dicts
@@ -36,16 +36,17 @@ class Task(ABC):
     0.5
 
     Attributes:
-        name: the task's name in the run config and in messages.
+        name: as in the run config and in messages.
         metric: name of the metric in tables and pictures.
-        higher_is_better: whether a higher value of ``metric`` is better.
-        ranges: least and greatest value of every metric. A name that ends in "-" stands for a
-            series, numbered from 0. Without an entry, the range of ``metric`` is ``ANY``. Clients
-            send only ``metric`` and the metrics in ``ranges``.
-        takes: kinds of targets that the task learns from (``kind_of``). Empty: any.
+        higher_is_better: whether higher values of ``metric`` are better.
+        ranges: least and greatest value of every metric. A name that ends in "-" stands
+            for a series, numbered from 0. Without an entry, the range of ``metric`` is
+            ``ANY``. Clients send only ``metric`` and the metrics in ``ranges``.
+        takes: kinds of targets that the task learns from. Empty: any.
         target_key: key of the targets, if batches are dicts. Empty: see ``read``.
         input_keys: keys of the inputs, if batches are dicts. Empty: see ``read``.
-        output_key: key or index of the prediction in a network's output. None: see ``output``.
+        output_key: key or index of the prediction in a network's output. None: see
+            ``output``.
     """
 
     name: ClassVar[str]
@@ -69,19 +70,19 @@ class Task(ABC):
         """Compute the mean loss over a batch, a scalar.
 
         Args:
-            output: the prediction, as ``self.output`` returns it.
-            targets: the targets of the batch.
+            output: the prediction, from ``self.output``.
+            targets: of the batch.
         """
 
     @abstractmethod
     def sums(self, output: Any, targets: Any) -> Mapping[str, Tensor | float]:
-        """Compute sums over a batch. ``metrics`` computes the metrics from these sums.
+        """Compute sums over a batch, for ``metrics``.
 
-        The sums of several batches are added up, in float64 or int64.
+        Those of several batches are added up, in float64 or int64.
 
         Args:
-            output: the prediction, as ``self.output`` returns it.
-            targets: the targets of the batch.
+            output: the prediction, from ``self.output``.
+            targets: of the batch.
 
         Returns:
             Tensors or numbers by name, of the same shapes for every batch.
@@ -92,30 +93,30 @@ class Task(ABC):
         """Compute the metrics from sums over any data.
 
         Args:
-            sums: the sums by name, on the CPU.
+            sums: by name, on the CPU.
 
         Returns:
-            Metrics by name. NaN if there is nothing to compute a metric from.
+            Metrics by name; NaN for one that the data do not define.
         """
 
     def objects(self) -> Mapping[str, Any]:
         """Return further metrics by name: objects such as torchmetrics has (``MetricObject``).
 
-        Every evaluation makes copies of these objects, calls ``update`` for every batch, and
-        ``compute`` once. So the metric is that of all samples, not a mean over batches. Over
-        several domains, it is the mean of the domains' values, weighted by samples.
+        Every evaluation copies them, calls ``update`` for every batch, and ``compute``
+        once. So the metric is that of all samples, not a mean over batches. Over several
+        domains, it is the mean of the domains' values, weighted by samples.
         """
         return {}
 
     def samples_behind(self, targets: Any) -> dict[str, int]:
         """Return the number of samples in each metric of a part of ``targets``, such as a class.
 
-        A client withholds a metric that covers fewer samples than its site's ``min-samples``.
+        A client withholds a metric of fewer samples than its site's ``min-samples``.
         """
         return {}
 
     def count(self, targets: Any) -> int:
-        """Return the weight of a batch in the mean loss: its number of samples.
+        """Return a batch's weight in the mean loss: its number of samples.
 
         Raises:
             ValueError: ``read`` returned no targets.
@@ -127,10 +128,10 @@ class Task(ABC):
     def read(self, batch: Any) -> tuple[Any, Any]:
         """Split a batch into inputs and targets.
 
-        The targets of a dict are its entry ``target_key``. If the key is empty, they are the only
-        entry called label, labels, y, target, targets or mask. The inputs are the entries
-        ``input_keys``, or all other entries. A single input is returned as it is. Several inputs
-        are returned as a dict, which ``forward`` passes to the network as keyword arguments.
+        A dict's targets are its entry ``target_key`` or else the only entry called label,
+        labels, y, target, targets or mask. The inputs are the entries ``input_keys``, or
+        all others. A single input is returned as it is, several as a dict, which
+        ``forward`` passes to the network as keyword arguments.
 
         Args:
             batch: a pair of inputs and targets, or a dict.
@@ -154,13 +155,11 @@ class Task(ABC):
 
         Args:
             model: the network.
-            inputs: a dict is passed as keyword arguments, a tuple or list as positional ones.
-
-        Returns:
-            The network's output.
+            inputs: a dict is passed as keyword arguments, a tuple or list as positional
+                ones.
 
         Raises:
-            TypeError: the network takes other arguments. A note says what the arguments were.
+            TypeError: the network takes other arguments. A note names those of the call.
         """
         try:
             if isinstance(inputs, Mapping):
@@ -177,10 +176,10 @@ class Task(ABC):
     def output(self, raw: Any) -> Any:
         """Select the prediction in a network's output, for ``loss`` and ``sums``.
 
-        The prediction is the entry ``output_key`` of a tuple or dict, or an object's attribute of
-        this name. If ``output_key`` is None, it is the first entry of a tuple or the only entry of
-        a dict. In a larger dict, it is the entry called logits or out. A tensor is the prediction
-        itself. A task whose loss needs more than the prediction overrides this method.
+        It is the entry ``output_key`` of a tuple or dict, or an object's attribute of
+        this name. If ``output_key`` is None, it is a tuple's first entry, a dict's only
+        entry, or in a larger dict the one called logits or out. A tensor is the
+        prediction itself. A task whose loss needs more overrides this method.
 
         Args:
             raw: the network's output.
@@ -205,20 +204,20 @@ class Task(ABC):
         return self.output(self.forward(model, inputs))
 
     def state(self) -> MetricState:
-        """Return a ``MetricState`` of this task, without data yet."""
+        """Return an empty ``MetricState`` of this task."""
         return MetricState(self)
 
     @classmethod
     def declared(cls) -> dict[str, Range]:
-        """Return the range of every metric that the task may compute, ``metric`` first."""
+        """Return the ranges of all metrics, ``metric`` first."""
         return {cls.metric: cls.ranges.get(cls.metric, ANY), **cls.ranges}
 
     @classmethod
     def scale(cls, metric: str = "") -> float:
-        """Return the factor for tables: 100 (percent) for a metric of the range 0 to 1, else 1.
+        """Return the factor for tables: 100 (percent) for a range of 0 to 1, else 1.
 
         Args:
-            metric: the metric's name. Empty: ``cls.metric``.
+            metric: a name. Empty: ``cls.metric``.
         """
         return 100.0 if cls.declared().get(metric or cls.metric) == SHARE else 1.0
 
@@ -229,5 +228,5 @@ class Task(ABC):
 
     @classmethod
     def worst(cls) -> str:
-        """Return ``min``, or ``max`` if lower is better: of several values, this is the worst."""
+        """Return ``min``, or ``max`` if lower is better."""
         return "min" if cls.higher_is_better else "max"
