@@ -1,7 +1,7 @@
 """Exchange vectors layer by layer: clients average a vector over their cohort in a forward or backward pass.
 
-A carrier, that is, a transport, takes requests to the server and answers back: a gRPC service, replay in
-Flower messages, or threads in one process. ``call`` defines the operation, ``session`` the server's half.
+A carrier (transport) is a gRPC service, replay in Flower messages, or threads in one
+process.
 """
 
 from fl_bn.exchange.call import Layer

@@ -1,7 +1,7 @@
 """Define the operation behind FedTAN: ``exchange(key, local, count)`` returns averages over the cohort.
 
-All carriers offer it. Algorithms 2 and 3 of FedTAN's paper average a vector over the cohort: moments of a
-layer's input in the forward pass, gradients with respect to these moments in the backward pass.
+Algorithms 2 and 3 of FedTAN's paper average moments of a layer's input in the forward
+pass, and gradients with respect to these moments in the backward pass.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fl_bn.support.wire import printable
 
 
 class ExchangeFailed(RuntimeError):
-    """Signal that the exchange of this round cannot go on, so no result of the round may be used."""
+    """Signal that the round's exchange cannot go on, so no result of the round may be used."""
 
 
 class Refused(ValueError):
-    """Signal that the server refuses a client's request, for example for a wrong shape."""
+    """Signal that the server refuses a client's request."""
 
 
 class Quantity(Enum):
@@ -40,7 +40,7 @@ class Quantity(Enum):
         return channels * (1 if self in (Quantity.MEAN, Quantity.VARIANCE) else 2)
 
     def ranges(self, values: Tensor, layer: Layer) -> Iterator[tuple[str, Tensor, float, float]]:
-        """Yield a vector's parts: name, values, and the limits within which averages do not overflow."""
+        """Yield a vector's parts: name, values, and limits within which averages do not overflow."""
         largest_mean, largest_variance = bounds(layer.dtype)
         end = {Quantity.GRADIENTS: len(values), Quantity.VARIANCE: 0}.get(self, layer.channels)
         if end:
@@ -53,8 +53,7 @@ class Key(NamedTuple):
     """Identify one exchange within a round.
 
     Attributes:
-        call: how often the layer was called before in this forward pass, above 0 only for a layer that
-            the network uses several times.
+        call: how often the layer was called before in this forward pass.
     """
 
     layer: str
@@ -62,20 +61,20 @@ class Key(NamedTuple):
     call: int = 0
 
     def __str__(self) -> str:
-        """Describe the exchange in a short line for the log. Long or unprintable names are cut."""
+        """Describe the exchange for the log, with long or unprintable names cut."""
         return f"{printable(self.layer) or 'the model'} ({self.quantity.value}{f', call {self.call + 1}' if self.call else ''})"
 
 
 @dataclass(frozen=True)
 class Join:
-    """Ask, as the client's first request, to take part in the round with a ``batch`` of samples; 0: not."""
+    """Ask to take part in the round with a ``batch`` of samples (0: not)."""
 
     batch: int
 
 
 @dataclass(frozen=True)
 class Local:
-    """Send a client's own vector ``values`` (d,), which summarises ``count`` activations per channel."""
+    """Send a client's vector ``values`` (d,), which summarises ``count`` activations per channel."""
 
     key: Key
     values: Tensor
@@ -87,12 +86,12 @@ Request = Join | Local
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """Hold the server's answer to a client's request: without values and a count for a ``Join``.
+    """Hold the server's answer to a request; without ``values`` to a ``Join``.
 
     Attributes:
-        values: the cohort's vectors, combined to one vector (d,).
-        count: the number of activations per channel, summed over the cohort.
-        batch: the number of samples, summed over the cohort.
+        values: the cohort's combined vector (d,).
+        count: the cohort's activations per channel.
+        batch: the cohort's samples.
     """
 
     values: Tensor
@@ -101,7 +100,7 @@ class Answer:
 
 
 def checked(answer: Answer, key: Key, local: Tensor) -> Answer:
-    """Return ``answer`` if it fits the client's own vector, or raise ``ExchangeFailed``."""
+    """Return ``answer`` if it fits the vector ``local``, or raise ``ExchangeFailed``."""
     actual, wanted = (tuple(answer.values.shape), answer.values.dtype), (tuple(local.shape), local.dtype)
     if actual != wanted:
         raise ExchangeFailed(f"{key}: expected an answer of shape {wanted[0]} and {wanted[1]}, but got shape {actual[0]} and {actual[1]}")
@@ -111,7 +110,7 @@ def checked(answer: Answer, key: Key, local: Tensor) -> Answer:
 
 
 class Layer(NamedTuple):
-    """Hold what the server needs to check a client's vector of one layer: its dtype is that in messages."""
+    """Hold what the server needs to check vectors of one layer. ``dtype`` is that in messages."""
 
     channels: int
     dtype: torch.dtype
@@ -121,8 +120,8 @@ class Exchange(Protocol):
     """Take part in a round's exchange as one client. Each carrier has its own class.
 
     Attributes:
-        batch: the number of samples that the client announced when it joined.
-        seconds: the time that the client has waited for answers so far.
+        batch: the number of samples that the client announced.
+        seconds: the time spent waiting for answers.
     """
 
     batch: int
@@ -131,14 +130,11 @@ class Exchange(Protocol):
     def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
         """Average ``local`` over the cohort, and wait until all clients have sent their vectors.
 
-        Args:
-            key: identifies the exchange.
-            local: the client's own vector (d,).
-            count: the number of activations per channel that ``local`` summarises.
+        ``local`` (d,) summarises ``count`` activations per channel.
 
         Raises:
             ExchangeFailed: the round's exchange cannot go on.
         """
 
     def close(self, error: str = "") -> None:
-        """Leave the round. With an ``error``, the server drops this client. A second call does nothing."""
+        """Leave the round. With an ``error``, the server drops this client. It may be called again."""

@@ -1,9 +1,9 @@
 """Run the exchange inside one process. Each client has a thread, and one thread runs at a time.
 
-A thread runs until its client waits for an answer. Then the next thread runs, in a fixed order, with
-its own state of torch's random generators. So results do not depend on how threads are scheduled, and
-dropout is the same as when clients run one after the other. Models need not be safe to train in two
-threads at once.
+When a client waits for an answer, the next thread runs, in a fixed order, with its own
+state of torch's random generators. So results do not depend on how threads are scheduled,
+dropout is the same as when clients run one after the other, and models need not be
+thread-safe.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _sessions: dict[str, tuple[Session, int]] = {}
 
 
 def too_many(clients: int, model: nn.Module) -> str:
-    """Return why one process cannot hold ``clients`` copies of ``model``. Empty if it can."""
+    """Return why one process cannot hold ``clients`` copies of ``model``; empty if it can."""
     nbytes = clients * sum(tensor.nbytes for tensor in model.state_dict().values())
     if clients <= MOST and nbytes <= MOST_BYTES:
         return ""
@@ -34,27 +34,27 @@ def too_many(clients: int, model: nn.Module) -> str:
 
 
 def admit(session: Session) -> dict[int, str]:
-    """Make a token for each client of ``session``, by which it joins as a ``LocalExchange``."""
+    """Make a token for each client of ``session``, by which it joins."""
     tokens = {client: secrets.token_hex(16) for client in session.active}
     _sessions.update({token: (session, client) for client, token in tokens.items()})
     return tokens
 
 
 def end_task(token: str, error: str) -> None:
-    """Record that a client's task has ended, perhaps with an ``error``, so that none waits for it."""
+    """Record that a client's task has ended, so that none waits for it."""
     if token in _sessions:
         session, client = _sessions[token]
         session.leave(client, error)
 
 
 def dismiss(tokens: dict[int, str]) -> None:
-    """Delete tokens that ``admit`` made, so that no client can join with them."""
+    """Delete tokens of ``admit``, so that no client can join with them."""
     for token in tokens.values():
         _sessions.pop(token, None)
 
 
 class Turns:
-    """Run each task in a thread of its own, but one at a time, in the order in which they become ready."""
+    """Run each task in a thread of its own, one at a time, in the order in which they become ready."""
 
     _here = threading.local()
 
@@ -67,14 +67,11 @@ class Turns:
 
     @classmethod
     def here(cls) -> tuple[Turns, int] | None:
-        """Return the ``Turns`` that run the calling thread, and its task; None outside of ``run``."""
+        """Return the ``Turns`` that run the calling thread, and its task, if any."""
         return getattr(cls._here, "turn", None)
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
-        """Run all tasks and return their results, in the order of ``tasks``.
-
-        After all have ended, the error of the first failed task, in the order of ``tasks``, is raised.
-        """
+        """Run all tasks and return their results in order, or raise the error of the first failed one."""
         at_start, results = random_states(), dict[int, T]()
         errors: dict[int, BaseException] = {}
 
@@ -100,7 +97,7 @@ class Turns:
         return [results[index] for index in range(len(tasks))]
 
     def wait(self, index: int) -> None:
-        """Let others run until ``ready`` is called for this task, or raise ``ExchangeFailed``."""
+        """Let others run until this task is ``ready``, or raise ``ExchangeFailed``."""
         before = random_states()
         self._waiting.append(index)
         self._next()
@@ -111,14 +108,14 @@ class Turns:
             raise ExchangeFailed("every client waits for another client, so no client can go on: do all run the same model?")
 
     def ready(self, index: int) -> None:
-        """Mark the waiting task ``index`` as ready. It continues after those that became ready before it."""
+        """Mark the waiting task ``index`` as ready, behind those that became ready before it."""
         with self._lock:
             self._ready.append(index)
 
     def all_wait(self) -> list[int]:
         """Return the tasks to wake when all wait, so that none could call ``ready``.
 
-        Here these tasks fail, one at a time. A subclass may do what they wait for.
+        Here these tasks fail. A subclass may do what they wait for.
         """
         self._stuck = True
         return self._waiting[:1]
@@ -132,7 +129,7 @@ class Turns:
 
 
 def random_states() -> tuple[Tensor, list[Tensor]]:
-    """Return the states of torch's generators: of the CPU, and of the GPUs if they are used."""
+    """Return the states of torch's generators, of GPUs only if they are used."""
     return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
 
@@ -145,11 +142,11 @@ def set_random_states(states: tuple[Tensor, list[Tensor]]) -> None:
 
 
 class LocalExchange:
-    """Take part in a layer-wise exchange as one client, while the cohort's others run in the same process.
+    """Take part in a layer-wise exchange, while the cohort's others run in the same process.
 
     Raises:
-        ExchangeFailed: the token is not from ``admit``, or the thread was not started by ``Turns.run``. Or
-            the session refuses the client, or the round fails before all clients have joined.
+        ExchangeFailed: the token or the thread is wrong, the session refuses the client,
+            or not all join.
     """
 
     def __init__(self, token: str, batch: int) -> None:
@@ -160,7 +157,7 @@ class LocalExchange:
         self._ask(Join(batch))
 
     def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
-        """Average ``local`` (d,) over the cohort. Meanwhile the other clients run."""
+        """Average ``local`` (d,). Meanwhile the other clients run."""
         return self._ask(Local(key, local.detach().cpu(), count))
 
     def close(self, error: str = "") -> None:

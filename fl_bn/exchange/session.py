@@ -1,7 +1,7 @@
 """Run the server's half of a round's exchange: who takes part, which requests are missing, and who is late.
 
-A ``Session`` has neither a thread nor a clock of its own. A carrier passes requests to ``submit`` and
-answers to the clients, and calls ``expire`` regularly, to drop late clients.
+A ``Session`` has no thread or clock. A carrier passes requests to ``submit`` and answers
+to the clients, and calls ``expire`` regularly.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOGGER = logging.getLogger("flwr")  # the logger of the run, which is Flower's; 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Count one client's exchanges in a round, and the bytes of values that it sent and received."""
+    """Count one client's exchanges in a round, and the bytes of values sent and received."""
 
     exchanges: int = 0
     up: int = 0
@@ -41,13 +41,9 @@ class Traffic:
 
 
 def reduce(requests: list[Local], batches: list[int], average: Average = weighted_mean) -> torch.Tensor:
-    """Combine the clients' vectors of one exchange to the cohort's vector (d,) in float64.
+    """Combine requests' vectors, in client order, to the cohort's vector (d,) in float64.
 
-    Args:
-        requests: the clients' requests, in client order.
-        batches: the clients' batch sizes, in the same order.
-        average: ``average(values, weights)`` combines values (n, d) of n clients to one vector (d,),
-            with weights (n,).
+    ``average`` combines values (n, d) of n clients to one vector (d,), with weights (n,).
     """
     values = torch.stack([request.values for request in requests]).double()
     counts = torch.tensor([request.count for request in requests], dtype=torch.float64)
@@ -60,30 +56,30 @@ def reduce(requests: list[Local], batches: list[int], average: Average = weighte
 
 
 def exchanged_layers(model: nn.Module, names: Collection[str]) -> dict[str, Layer]:
-    """Return the BatchNorm layers ``names`` of ``model``, which a round may exchange."""
+    """Return the BatchNorm layers ``names`` of ``model``, which may be exchanged."""
     means = {name: model.get_submodule(name).get_buffer("running_mean") for name in names}
     return {name: Layer(len(mean), torch.promote_types(mean.dtype, torch.float32)) for name, mean in means.items()}
 
 
 class Session:
-    """Run the exchange of one round at the server.
+    """Run the exchange of one round at the server. Several threads may call its methods.
 
-    The session drops a client that dies, sends a wrong request, or is late. A client is late if at
-    least half of the active clients have waited for it for ``deadline`` seconds. While fewer wait, the
-    time does not count, so one fast client does not cause the others to be dropped while they still
-    train.
-
-    All methods are safe to call from several threads.
+    The session drops a client that dies, sends a wrong request, or is late: at least half
+    of the active clients have waited for it for ``deadline`` seconds. The time does not
+    count while fewer wait, so a fast client does not cause others to be dropped while
+    they still train.
 
     Args:
         layers: the layers that may be exchanged, by name.
-        average: the rule that combines the clients' values, see ``reduce``.
-        policy: if a client is dropped, ``abort`` fails the round, ``shrink`` goes on with the others.
+        average: the rule that combines values, see ``reduce``.
+        policy: if a client is dropped, ``abort`` fails the round, ``shrink`` goes on with
+            the others.
         deadline: seconds after which a client is late with a vector.
-        join_deadline: seconds without another client that joins, after which the missing ones are late.
-        samples: each client's number of samples. A client's batch must not be larger.
-        believing: whether to use the counts and batch sizes that clients report. False, with robust rules:
-            each client counts with their median, so that no client decides its own weight.
+        join_deadline: seconds without another client that joins, after which the missing
+            ones are late.
+        samples: each client's number of samples, the most for its batch.
+        believing: whether clients count as they report. False, with robust rules: each
+            counts with the median, so that no client decides its own weight.
         called: gives the clients' names for the log.
     """
 
@@ -117,20 +113,20 @@ class Session:
         self._lock = threading.RLock()
 
     def out(self, client: int) -> str:
-        """Return why ``client`` gets no further answers. Empty if it may get them."""
+        """Return why ``client`` gets no further answers; empty if it may get them."""
         with self._lock:
             return self._over or ("" if client in self.active else self.dropped.get(client, "this client takes no part in the round"))
 
     @property
     def taking_part(self) -> dict[int, int]:
-        """Return the batch size of every client that has joined with a batch and was not dropped."""
+        """Return the batch size of every client that takes part and was not dropped."""
         return {client: batch for client, batch in sorted(self.batches.items()) if client in self.active and batch > 0}
 
     def submit(self, client: int, request: Request, deliver: Deliver) -> None:
-        """Accept a request of ``client``. A client that sends a wrong request is dropped.
+        """Accept a request of ``client``, or drop it for a wrong one.
 
-        ``deliver`` is called with the answer as soon as all active clients have sent their requests, or
-        with the reason for having none.
+        ``deliver`` gets the answer once all active clients have sent requests, or the
+        reason for having none.
         """
         with self._lock:
             if reason := self.out(client):
@@ -149,7 +145,7 @@ class Session:
             self._advance()
 
     def leave(self, client: int, reason: str = "") -> None:
-        """Record that ``client`` sends no more requests. With a ``reason``, it left early and is dropped."""
+        """Record that ``client`` sends nothing more. With a ``reason``, it is dropped."""
         with self._lock:
             if reason:
                 self._remove({client}, reason)
@@ -160,7 +156,7 @@ class Session:
             self._advance()
 
     def expire(self) -> None:
-        """Drop the clients that have missed their deadline."""
+        """Drop the clients past their deadline."""
         with self._lock:
             joining = not self.batches
             limit = self.join_deadline if joining else self.deadline
@@ -172,13 +168,13 @@ class Session:
             self._advance()
 
     def fail(self, reason: str) -> None:
-        """Fail the exchange. Clients that wait now or send a request later get the first ``reason``."""
+        """Fail the exchange. Clients that wait now or send later get the first ``reason``."""
         with self._lock:
             self.failure = self.failure or reason
             self._end(self.failure)
 
     def close(self) -> None:
-        """End the round. Clients that wait now or send a request later get an error."""
+        """End the round. Clients that wait now or send later get an error."""
         with self._lock:
             self._end(self._over or "the round is over")
 
@@ -191,7 +187,7 @@ class Session:
         return f"send its values of {first.key}" if isinstance(first, Local) else "join"
 
     def _problems(self, client: int, request: Request) -> Iterator[str]:
-        """Yield the reasons to refuse a request, by all rules about single requests."""
+        """Yield the reasons to refuse a single request."""
         if client in self._waiting:
             yield "expected one request at a time, but the client sent a second one before the first was answered"
         if client in self._done:
@@ -253,11 +249,11 @@ class Session:
             self._advance()
 
     def _agree(self, keys: Mapping[int, Key], left: set[int]) -> bool:
-        """Check that all clients sent the same key, and that no client has finished too early.
+        """Check that all clients sent the same key, and that none has finished too early.
 
-        The key of the majority wins, and clients with another key are dropped. Without a majority, the
-        round fails. The vote waits until every active client has sent a request or finished (``left``), to
-        count those that are about to finish after the last layer.
+        Clients without the majority's key are dropped. Without a majority, the round
+        fails. The vote waits for every active client, to count those that are about to
+        finish (``left``).
         """
         said: dict[int, Key | None] = {**keys, **dict.fromkeys(left)}
         (right, top), *others = Counter(said.values()).most_common()
@@ -284,10 +280,7 @@ class Session:
         self._deliver(Answer(values, count, self._together(batches)))
 
     def _together(self, claims: list[int], usual: Callable[[list[int]], float] = median_low) -> int:
-        """Return the cohort's total of activations, or of samples, from the numbers that the clients claim.
-
-        It is their sum or, if the session is not ``believing``, their median times their number.
-        """
+        """Return the sum of ``claims`` or, if not ``believing``, their median times their number."""
         return sum(claims) if self.believing else int(usual(claims)) * len(claims)
 
     def _deliver(self, answer: Answer | ExchangeFailed) -> None:

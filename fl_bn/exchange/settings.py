@@ -1,4 +1,4 @@
-"""Define the settings of the layer-wise exchange: carrier (transport), deadlines, address, certificates."""
+"""Define the settings of the layer-wise exchange: carrier, deadlines, address, certificates."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Certificates:
     """Name the server's PEM files for TLS of the exchange's gRPC service.
 
     Attributes:
-        certificate: The service's certificate, valid for the host name that clients use.
-        authority: The certificate of the authority that signed it. Clients get it in their train message.
+        certificate: It must be valid for the host name that clients use.
+        authority: The signing authority's certificate, which clients get in their train
+            message.
     """
 
     certificate: Path
@@ -47,21 +48,26 @@ class Certificates:
 class ExchangeSettings(Options):
     """Describe how the layer-wise exchange reaches the clients.
 
-    In a deployment, the server's file gives the address and the certificates (``flower.deployment``).
+    In a deployment, the server's file gives address and certificates
+    (``flower.deployment``).
 
     Attributes:
-        carrier: ``grpc`` is a gRPC service in the ServerApp's process, with one stream per client.
-            ``replay`` uses Flower messages, and works with any cohort size. ``local`` needs all clients
-            in one process. ``auto`` chooses ``local`` in one process, otherwise ``grpc`` if the whole
-            cohort can run at once, otherwise ``replay``.
-        policy: ``abort`` fails the round if a client is dropped, ``shrink`` goes on with the other clients.
-        deadline: Seconds that an exchange waits for late clients, once half of the clients wait.
-        bind: Empty: loopback if ``host`` is a loopback address, otherwise all addresses.
-        certificates: The files for TLS, which connections from other machines need if not ``insecure``.
+        carrier: ``grpc`` is a gRPC service in the ServerApp's process. ``replay`` uses
+            Flower messages, for any cohort size. ``local`` needs all clients in one
+            process. ``auto`` chooses ``local`` if it can, else ``grpc`` if the whole
+            cohort can run at once, else ``replay``.
+        policy: ``abort`` fails the round if a client is dropped, ``shrink`` goes on with
+            the others.
+        deadline: Seconds that an exchange waits for late clients, once half of the
+            clients wait.
+        bind: Empty: loopback if ``host`` is a loopback address, else all addresses.
+        certificates: The files for TLS, which connections from other machines need if not
+            ``insecure``.
         insecure: Set it only if Flower's own connections are unencrypted, too.
 
     Raises:
-        ValueError: A value is out of range, or connections would be unencrypted without ``insecure``.
+        ValueError: A value is out of range, or connections would be unencrypted without
+            ``insecure``.
     """
 
     name: ClassVar[str] = "the exchange"

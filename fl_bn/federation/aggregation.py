@@ -1,7 +1,7 @@
 """Combine the clients' replies in plain torch: average weights, combine statistics, or defend the sums.
 
-Large tensors are processed in blocks that fit into the cache, and no whole tensor is copied. A ``Defence`` is
-for runs in which some clients may be Byzantine (send false values).
+Large tensors are processed in blocks that fit into the cache. A ``Defence`` is for runs
+in which some clients may be Byzantine (send false values).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ SHARES_WEIGHTS = Used("a method with which clients share weights", lambda config
 
 
 def extremes(array: np.ndarray) -> tuple[float, float]:
-    """Return the smallest and the largest value of a non-empty array in one pass; NaN if one is NaN."""
+    """Return the smallest and largest value of a non-empty array in one pass; NaN if one is NaN."""
     least, most = torch.aminmax(torch.from_numpy(array))
     return least.item(), most.item()
 
 
 def largest(tensors: Iterable[Tensor]) -> float:
-    """Return the largest absolute value of the finite floating-point tensors; 0 without any."""
+    """Return the largest finite absolute value of floating-point tensors; 0 without any."""
     floats = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     return max((abs(end.item()) for tensor in floats for end in torch.aminmax(tensor)), default=0.0)
 
@@ -62,7 +62,8 @@ def fits(tensor: Tensor, dtype: torch.dtype) -> bool:
 class WeightedSum:
     """Sum named tensors, each times its weight, in float64, in the order of ``add``.
 
-    Large tensors are added block by block, without a float64 copy, which changes no bit. ``total`` sums the weights.
+    Large tensors are added block by block, without a float64 copy. ``total`` sums the
+    weights.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class WeightedSum:
         self._whole = torch.empty(0)
 
     def add(self, part: Named, weight: float) -> None:
-        """Add ``weight * part`` (name -> tensor). The first part gives the sum its names."""
+        """Add ``weight * part``. The first part gives the sum its names."""
         if not self._like:
             # Freed memory returns to the operating system at once if it is one large piece, but not if it is many small ones.
             self._whole = torch.from_numpy(np.zeros(sum(tensor.numel() for tensor in part.values())))
@@ -83,7 +84,7 @@ class WeightedSum:
                 few.add_(copy[: piece.numel()].copy_(piece), alpha=weight)
 
     def mean(self) -> dict[str, Tensor]:
-        """Return name -> the weighted mean. It takes the memory of the sum, which is over."""
+        """Return the weighted mean by name, in the memory of the sum, which is over."""
         self._whole.div_(self.total)
         mean = {name: piece.view(self._like[name].shape) for name, piece in self._pieces().items()}
         self._whole = torch.empty(0)
@@ -95,7 +96,7 @@ class WeightedSum:
 
 
 def average(parts: Sequence[Named], weights: Sequence[float]) -> dict[str, Tensor]:
-    """Return name -> the weighted mean of the clients' tensors, in float64, in the given order."""
+    """Return the weighted mean of the clients' tensors by name, in float64, in the given order."""
     mean = WeightedSum()
     for part, weight in zip(parts, weights, strict=True):
         mean.add(part, float(weight))
@@ -114,9 +115,8 @@ def combine(
 ) -> dict[str, Running]:
     """Combine the clients' moments into new shared statistics per layer, in float64.
 
-    A layer keeps its statistics if the clients' moments have fewer than two values per channel in total. ``pace``
-    is the round's learning rate over that of round 1. ``scales`` is layer -> the standard deviation that the
-    server gave the layer's input before round 1, by rescaling weights; 1 for others.
+    A layer with fewer than two values per channel in total keeps its statistics. ``pace``
+    is the round's learning rate over that of round 1, ``scales`` as in ``SharedModel``.
     """
     new = dict(shared)
     average = weighted_mean if defence is None else defence.average
@@ -137,24 +137,23 @@ def combine(
 def difference(weight: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the pseudo-gradient ``weight - mean`` of a tensor or block, in the memory of ``mean``.
 
-    The average is first rounded to ``dtype``, that of the stored weights. So the weight minus the pseudo-gradient
-    is the rounded average, bit for bit. Otherwise a step of SGD with learning rate 1 could end at the next
-    float32: for one value in 40, if two clients are averaged in the ratio 3 to 7.
+    The average is first rounded to ``dtype``, that of the stored weights, so that an SGD
+    step with learning rate 1 gives it bit for bit. Without, one value in 40 ends at the
+    next float32, if two clients are averaged in the ratio 3 to 7.
     """
     return torch.sub(weight, mean.copy_(mean.to(dtype)), out=mean)
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Describe how far the statistics moved when they were updated once.
+    """Describe how far one update moved the statistics.
 
     Attributes:
-        largest: The largest absolute change of a running mean, over all channels and layers. The unit is the channel's
-            standard deviation by the old statistics.
-        layer: The name of the layer with this change.
-        min_var: The smallest of the new running variances.
-        growth: The factor by which the running variances grew, in the layer with the largest factor. A layer's factor is
-            the mean of its new running variances over the channels, divided by the mean of its old ones.
+        largest: The largest change of a running mean, in standard deviations by the old
+            statistics.
+        layer: The layer with this change.
+        min_var: The smallest new running variance.
+        growth: The largest growth factor of a layer's mean running variance.
     """
 
     largest: float
@@ -184,7 +183,7 @@ def running_statistics(model: nn.Module, of: Collection[str] | None = None) -> d
 
 @torch.no_grad()
 def store_statistics(model: nn.Module, statistics: Mapping[str, Running]) -> None:
-    """Set the running statistics of layers of ``model``, in place: layer -> statistics."""
+    """Set running statistics of layers of ``model``, in place."""
     for name, running in statistics.items():
         layer = model.get_submodule(name)
         layer.get_buffer("running_mean").copy_(running.mean)
@@ -203,13 +202,13 @@ class TooFew(ValueError):
 class Defence:
     """Describe the rules against ``f`` Byzantine clients: for BN statistics and for updates.
 
-    An active defence replaces the numbers of samples, activations and steps that clients claim by the median
-    client's, so that all clients have the same weight.
+    An active defence replaces the numbers of samples, activations and steps that clients
+    claim by the median client's, so that all clients have the same weight.
 
     Attributes:
         f: The number of Byzantine clients that the rules withstand, at least 0.
-        statistics: The rule that combines BN statistics: a name (``robust.rule_named``) or the rule itself.
-        updates: The rule that combines updates of the weights: a name or the rule itself.
+        statistics: The rule for BN statistics, or its name (``robust.rule_named``).
+        updates: The rule for updates of the weights, or its name.
 
     Raises:
         ValueError: ``f`` is negative, or there is no rule of a given name.
@@ -232,17 +231,18 @@ class Defence:
 
     @property
     def active(self) -> bool:
-        """Tell whether this differs from ``NO_DEFENCE``: plain averages with ``f`` = 0."""
+        """Tell whether this differs from ``NO_DEFENCE``."""
         return self != NO_DEFENCE
 
     def among(self, n: int, refused: int) -> Defence:
         """Return the defence for ``n`` remaining replies, after ``refused`` were wrong in their contents.
 
-        A refused client may be honest, and all Byzantine ones may remain. So ``f`` falls only until ``n`` replies are
-        enough, and by at most ``refused``.
+        Refused clients may be honest. So ``f`` falls only until ``n`` are enough, and by
+        at most ``refused``.
 
         Raises:
-            TooFew: They are not enough for both rules. The message has the smallest number.
+            TooFew: They are not enough for both rules. The message has the smallest
+                number.
         """
         problem = ""
         for f in range(self.f, max(0, self.f - refused) - 1, -1):
@@ -253,14 +253,15 @@ class Defence:
 
     @property
     def update_rule(self) -> Rule:
-        """Return the rule for updates as a function, even if ``updates`` is a name."""
+        """Return the rule for updates as a function."""
         return _rule(self.updates)
 
     @property
     def average(self) -> Average:
         """Return the rule for statistics: a function of values (a row per client) and counts.
 
-        If few clients ran a layer, the rule withstands as many Byzantine clients as these rows allow.
+        If few clients ran a layer, it withstands as many Byzantine clients as these rows
+        allow.
         """
         if self.statistics == "mean":
             return _unweighted if self.active else weighted_mean
@@ -274,12 +275,10 @@ class Defence:
         return value
 
     def update(self, parts: Sequence[Named], origin: Named | None) -> tuple[dict[str, Tensor], Report]:
-        """Combine the clients' updates by ``update_rule``, in float64, and return the rule's report, too.
+        """Combine the clients' updates by ``update_rule``, in float64, and return its report, too.
 
-        Args:
-            parts: The tensors of each client, by name.
-            origin: The tensors that the clients started from. The rule combines the differences from them,
-                and ``origin`` is added to the result. None: the rule combines ``parts`` themselves.
+        Updates are the differences of ``parts`` from ``origin``, the tensors that clients
+        started from and that are added to the result, or ``parts`` themselves without it.
         """
         sizes = {name: tensor.numel() for name, tensor in parts[0].items()}
         rows = torch.empty(len(parts), sum(sizes.values()), dtype=torch.float64)
@@ -296,7 +295,7 @@ class Defence:
     def believed(self, reports: Sequence[Mapping[str, Moments]], steps: Sequence[int]) -> tuple[list[dict[str, Moments]], list[int]]:
         """Return ``reports`` and ``steps`` with the median client's counts and numbers of steps.
 
-        A layer that a client did not run (count 0) keeps its count 0.
+        Layers that a client did not run keep their count 0.
         """
         layers = {name for report in reports for name in report}
         usual = {name: int(median([r[name].count for r in reports if name in r and r[name].count > 0] or [0])) for name in layers}
@@ -313,7 +312,7 @@ def _unweighted(values: Tensor, counts: Tensor) -> Tensor:
 
 @lru_cache
 def _problem(rule: str | Rule, n: int, f: int) -> str:
-    """Return why ``rule`` cannot combine ``n`` rows, and the number it needs; empty if it can."""
+    """Return why ``rule`` cannot combine ``n`` rows, and the number it needs, if so."""
     if n == 0:
         return "there is no reply to combine"
     if _serves(rule, n, f):

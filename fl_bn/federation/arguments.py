@@ -1,4 +1,4 @@
-"""Check a ``Federation``'s options, and arguments of one value for all clients or for each."""
+"""Check a ``Federation``'s options, and arguments with one value for all clients or for each."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ class FederationSpec(RunSpec):
     """Hold the options of a ``Federation``: every run's, and those of a run in this process.
 
     Args:
-        clip: ``auto``: gradients are clipped if the method needs it, all clients use SGD, and the objective has
-            no control variates. ``none``: gradients are not clipped.
-        engine: ``sequential``: one client after the other. ``vectorised``: the clients of a cohort together, in
-            one vectorised program, which needs ``SeededBatches``.
-        workers: The number of processes that compute clients. Every number gives the same bits. 0: this process at
-            first, and worker processes once the remaining rounds then take less time, if clients train on a CPU.
+        clip: ``auto``: gradients are clipped if the method needs it, all clients use SGD,
+            and the objective has no control variates. ``none``: gradients are not
+            clipped.
+        engine: ``sequential``: one client after the other. ``vectorised``: a cohort's
+            clients together, in one vectorised program, which needs ``SeededBatches``.
+        workers: The number of processes that compute clients, which changes no bit. 0:
+            this process, and worker processes once these save time, if clients train on a
+            CPU.
     """
 
     clip: str = declared(LocalTraining, "clip", "auto")
@@ -82,7 +84,7 @@ ARGUMENTS: Fits = {
     "scheduler": (lambda value: value is None or _function(value), "a function that makes a scheduler of an optimiser"),
     "test": (lambda value: value is not None, "batches"),
 }
-"""The arguments of ``Federation``. Of those that may differ from client to client, each client's value must fit."""
+"""The arguments of ``Federation``. Those that may differ per client must fit for each."""
 
 
 class Trials:
@@ -90,11 +92,12 @@ class Trials:
 
     Attributes:
         optimizers: The id of each function in ``makers`` -> an optimiser that it made.
-        rate: The largest learning rate of all clients, which the schedule scales, if one has a rate.
-        shares: Each client's learning rate as a share of ``rate``; 1 for a client without one.
+        rate: The largest learning rate of all clients, which the schedule scales, if any.
+        shares: Each client's rate as a share of ``rate``, by default 1.
 
     Raises:
-        ValueError: An optimiser has other parameters than the network's, or does not fit the objective.
+        ValueError: An optimiser has other parameters than the network's, or does not fit
+            the objective.
     """
 
     def __init__(self, model: nn.Module, makers: Sequence[MakeOptimizer], objective: Objective) -> None:
@@ -124,7 +127,7 @@ def per_client(values: Sequence[Any] | Callable[[int], Any]) -> PerClient:
     0.2
 
     Args:
-        values: One value per client, in order, or a function of the client's number, from 0.
+        values: A sequence, or a function of the client's number, from 0.
     """
     return PerClient(values)
 
@@ -132,10 +135,11 @@ def per_client(values: Sequence[Any] | Callable[[int], Any]) -> PerClient:
 def each(name: str, value: Any, clients: int, *, sequences: bool = True) -> tuple[Any, ...]:
     """Return the value of every client for the argument ``name``.
 
-    ``value`` is one for all clients, a ``PerClient``, or, if ``sequences``, a list or tuple with one per client.
+    ``value`` is one for all, a ``PerClient``, or, if ``sequences``, a list or tuple with
+    one per client.
 
     Raises:
-        ValueError: There are more or fewer values than clients, or a value does not fit the argument.
+        ValueError: There are more or fewer values than clients, or one does not fit.
     """
     several = value.values if isinstance(value, PerClient) else value
     if several is value and not (sequences and isinstance(value, list | tuple)):
@@ -149,12 +153,13 @@ def each(name: str, value: Any, clients: int, *, sequences: bool = True) -> tupl
 
 
 def tasks_of(task: Any, loss: Any, metrics: Any, clients: int) -> tuple[Task, ...]:
-    """Return every client's task with its loss and metrics, each given for all clients or per client.
+    """Return every client's task with its loss and metrics, each for all clients or per client.
 
-    Clients with the same task, loss and metrics get the same object.
+    Clients with equal values get the same object.
 
     Raises:
-        ValueError: A value or a metric's name does not fit, or there are more or fewer values than clients.
+        ValueError: A value or a metric's name does not fit, or there are more or fewer
+            values than clients.
     """
     tasks, losses, further = each("task", task, clients), each("loss", loss, clients), each("metrics", metrics, clients)
     made: dict[tuple[int, int, int], Task] = {}
@@ -167,12 +172,11 @@ def tasks_of(task: Any, loss: Any, metrics: Any, clients: int) -> tuple[Task, ..
 
 
 def own_tests(test: Any, clients: int, dtype: torch.dtype, again: bool = True) -> tuple[Loader, ...] | None:
-    """Return clients' test batches, iterated over repeatedly if ``again``; None without ``test``.
-
-    ``SeededBatches`` are in ``dtype``.
+    """Return clients' test batches, if any, iterated over repeatedly if ``again``.
 
     Raises:
-        ValueError: A value cannot be iterated over as batches, or there are more or fewer values than clients.
+        ValueError: A value is no iterable of batches, or there are more or fewer than
+            clients.
     """
     if test is None:
         return None
@@ -183,12 +187,12 @@ def own_tests(test: Any, clients: int, dtype: torch.dtype, again: bool = True) -
 
 
 def rate_of(optimizer: Optimizer) -> float | None:
-    """Return the largest learning rate of an optimiser's parameters, if one is above 0."""
+    """Return the largest learning rate of an optimiser's parameters, if above 0."""
     rates = [group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float | int | Tensor)]
     rate = max((float(one) for one in rates), default=0.0)
     return rate if rate > 0 else None
 
 
 def same_rate(round: int, rounds: int) -> float:
-    """Return 1, the factor of the learning rate in every round."""
+    """Return 1, the learning rate's factor in every round."""
     return 1.0

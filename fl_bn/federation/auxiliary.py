@@ -1,10 +1,12 @@
 """Describe what is sent or kept beside the model: control variates, optimisers' buffers (momentum).
 
-Each section of auxiliary tensors has one tensor for every parameter that is both shared and trained.
+Each section of auxiliary tensors has one tensor for every parameter that is shared and
+trained.
 
-Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao, appendix C.4, treats momentum
-between rounds in three ways. ``reset``: it starts from zeros. ``local``: each client keeps its buffers.
-``global``: the server averages them like weights and sends them back, which doubles the payload.
+Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao, appendix
+C.4, treats momentum between rounds in three ways. ``reset``: it starts from zeros.
+``local``: each client keeps its buffers. ``global``: the server averages them like
+weights and sends them back, which doubles the payload.
 """
 
 from __future__ import annotations
@@ -29,13 +31,14 @@ Buffers = dict[str, dict[str, Tensor]]  # torch's name of the buffer -> name of 
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """Describe one section of auxiliary tensors, which instructions and replies have.
+    """Describe one section of auxiliary tensors in instructions and replies.
 
-    The server's tensors start as zeros. With ``added``, a round adds the sum of the clients' tensors divided by
-    the number of all clients (SCAFFOLD's control variate). Otherwise their average replaces them (momentum).
+    The server's tensors start as zeros. With ``added``, a round adds the sum of the
+    clients' tensors divided by the number of all clients (SCAFFOLD). Otherwise their
+    average replaces them (momentum).
 
     Attributes:
-        scalar: Whether it has one number per parameter, such as Adam's step count, and no tensor of its shape.
+        scalar: Whether it has one number per parameter, such as Adam's step count.
         at_least: The smallest allowed value in replies.
     """
 
@@ -45,13 +48,13 @@ class Auxiliary:
     at_least: float = float("-inf")
 
     def like(self, parameter: Tensor) -> Tensor:
-        """Return CPU zeros in the shape of ``parameter``, or a single zero if ``scalar``."""
+        """Return CPU zeros in the shape of ``parameter``, or one zero if ``scalar``."""
         return torch.zeros((), dtype=parameter.dtype) if self.scalar else torch.zeros_like(parameter, device="cpu")
 
     def combine(self, before: Named, parts: Sequence[Named], weights: Sequence[float], clients: int) -> dict[str, Tensor]:
         """Return the server's tensors after a round, in the dtypes of those ``before``.
 
-        ``clients`` is the number of all clients of the run, including those outside this round.
+        ``clients`` is the number of all clients of the run.
         """
         new, total = {}, float(sum(weights))
         for name, old in before.items():
@@ -74,13 +77,14 @@ BUFFERS = {
         "step": Auxiliary("steps", scalar=True, at_least=0.0),
     },
 }
-"""Optimiser -> torch's name of a buffer -> the section of messages that holds it."""
+"""Optimiser -> torch's name of a buffer -> its section in messages."""
 
 
 class Momentum:
     """Carry the buffers of a client's optimiser between rounds, if ``maintain`` is not ``reset``.
 
-    ``received`` are the instruction's tensors, ``kept`` section ``optimizer`` of the client's state.
+    ``received`` are the instruction's tensors, ``kept`` section ``optimizer`` of the
+    client's state.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class Momentum:
         self._after: Buffers = {}
 
     def load(self, optimizer: Optimizer) -> None:
-        """Load the buffers of earlier rounds. A parameter that misses one starts without any."""
+        """Load earlier rounds' buffers, as far as they exist."""
         buffers: Buffers = {}
         for entry, tensor in self._kept.items():
             key, _, name = entry.partition("/")
@@ -109,7 +113,7 @@ class Momentum:
                 optimizer.state[parameter] = state
 
     def keep(self, optimizer: Optimizer) -> None:
-        """Copy the buffers of ``optimizer`` after training. Parameters never updated have none."""
+        """Copy the optimiser's buffers after training, as far as they exist."""
         self._after = {key: {} for key in self._sections}
         for name, parameter in self._parameters.items():
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -119,7 +123,7 @@ class Momentum:
     def to_send(self, state: Named) -> Sections:
         """Return section -> name -> buffer to send, in the dtypes of the model's ``state``.
 
-        The buffer of a parameter that this round did not train is sent as it was received.
+        Buffers of parameters that this round did not train are sent as received.
         """
         if not self._shares:
             return {}
@@ -127,6 +131,6 @@ class Momentum:
         return {section: {**self._received[section], **own} for section, own in new.items()}
 
     def to_keep(self) -> dict[str, Tensor]:
-        """Return section ``optimizer`` of the client's state: buffers that it does not send."""
+        """Return the buffers that the client keeps and does not send."""
         sent = self._shared if self._shares else ()
         return {f"{key}/{name}": t for key, of in self._after.items() for name, t in of.items() if name not in sent}

@@ -27,14 +27,13 @@ class Running:
 
     Attributes:
         task: The task whose metrics are evaluated.
-        arrays: A function that returns a copy of the shared tensors as evaluated last, by their names in your
-            network's state_dict. In a round without an evaluation, they are those of the round, except under HBN and static BN.
-            Load the copy with ``load_state_dict``. Tensors that clients keep are missing. If there are such tensors, load with
-            ``strict=False``.
-        clients: A function that returns client -> all tensors of its own network, if clients keep tensors and are
-            in this process. Otherwise it returns an empty dict. Clients of a Flower app do not send their own tensors.
-        history: The records of earlier rounds, if the run continues an earlier one.
-        reason: The reason why the run ends early; empty if it does not.
+        arrays: Returns a copy of the shared tensors as evaluated last, by their names in
+            your network's state_dict. In a round without an evaluation, they are the
+            round's, except under HBN and static BN. Tensors that clients keep are
+            missing: load the copy with ``strict=False``.
+        clients: Returns client -> all tensors of its own network, if clients keep tensors
+            and are in this process, else an empty dict.
+        history: The earlier rounds' records, in a continued run.
     """
 
     task: Task
@@ -46,8 +45,8 @@ class Running:
     def stop(self, reason: str) -> None:
         """End the run after this round. Its metrics are those of the last evaluation.
 
-        The model is that of this round, but as evaluated last under HBN and static BN, which measure statistics only
-        before an evaluation. Of several reasons, the log has the first one.
+        The model is that of this round, but under HBN and static BN as evaluated last. Of
+        several reasons, the log has the first one.
         """
         self.reason = self.reason or reason
 
@@ -69,26 +68,23 @@ class Callback:
 
         Args:
             record: The round's record. Its ``evaluation`` has the metrics by name.
-            rounds: The number of rounds of the whole run.
+            rounds: The whole run's number of rounds.
         """
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
-        """Handle the end of a round, even a failed one. The whole run has ``rounds`` rounds."""
+        """Handle the end of a round, even a failed one, of ``rounds`` rounds."""
 
     def on_end(self, error: BaseException | None) -> None:
         """Handle the end of the run, once.
 
         Args:
-            error: The error that ended the run early, such as ``KeyboardInterrupt`` for Ctrl-C, if one did.
+            error: The error that ended the run early, if any, such as
+                ``KeyboardInterrupt`` for Ctrl-C.
         """
 
 
 def checked_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
-    """Return the ``callbacks`` of a run as a tuple.
-
-    Raises:
-        ValueError: ``callbacks`` is a single callback or no list, or an element is no callback.
-    """
+    """Return a run's ``callbacks`` as a tuple, or raise ValueError if they are no list of callbacks."""
     given = tuple(callbacks) if isinstance(callbacks, Iterable) else (None,)  # a generator, too, has them once only
     if not all(isinstance(one, Callback) for one in given):
         raise ValueError(f"callbacks must be a list of objects of subclasses of Callback, such as [EarlyStop(3)], but got {callbacks!r}")
@@ -98,7 +94,7 @@ def checked_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
 class Callbacks(Callback):
     """Combine callbacks into one, which calls each in order.
 
-    ``on_end`` calls them in the opposite order, and every one even if another raises an error.
+    ``on_end`` calls them in the opposite order, each even after an error.
     """
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
@@ -117,7 +113,7 @@ class Callbacks(Callback):
             callback.on_round(record, rounds)
 
     def on_end(self, error: BaseException | None) -> None:
-        """Call ``on_end`` of every callback, the last callback first."""
+        """Call ``on_end`` of every callback in opposite order."""
         with ExitStack() as stack:
             for callback in reversed(self.all):
                 stack.callback(callback.on_end, error)
@@ -128,13 +124,15 @@ class Best(Callback):
 
     Args:
         metric: The metric. Default: the task's own, such as ``accuracy``.
-        higher_is_better: Whether a higher value is better. Default: as the task declares for its own metric. For
-            another one, lower is better if its name contains ``loss``, ``error`` or the like, as in ``eval_loss``.
-        least: An evaluation counts as better only if it improves the best value by more than ``least``, a number >= 0.
+        higher_is_better: Default: as the task declares for its own metric. For another
+            one, lower is better if its name contains ``loss``, ``error`` or the like, as
+            in ``eval_loss``.
+        least: By how much an evaluation must improve the best value to count as better, a
+            number >= 0.
 
     Attributes:
-        best: The best finite value so far; NaN if there is none yet.
-        round: The round of the best value; 0 if there is none yet.
+        best: The best finite value so far; NaN before.
+        round: The round of the best value; 0 before.
         since: The number of evaluations since the best one.
     """
 
@@ -145,7 +143,7 @@ class Best(Callback):
         self.best, self.round, self.since = math.nan, 0, 0
 
     def on_start(self, running: Running) -> None:
-        """Begin without a best result or, in a continued run, with its earlier evaluations."""
+        """Begin without a best result or, in a continued run, with its evaluations."""
         task = running.task
         self.running, self.name = running, self.metric or task.metric
         by_name = task.higher_is_better if self.name == task.metric else not lower_is_better(self.name)
@@ -161,7 +159,7 @@ class Best(Callback):
             LOGGER.warning("%s had no effect, because no round was evaluated", type(self).__name__)
 
     def better(self, record: RoundRecord) -> bool:
-        """Tell whether an evaluation is the best so far, and store it. Infinite or NaN is not.
+        """Tell whether an evaluation is the best so far, and store it.
 
         Raises:
             ValueError: The evaluation does not have the metric.
@@ -188,11 +186,13 @@ class EarlyStop(Best):
     >>> stop = EarlyStop(patience=3, metric="loss")  # Federation(..., callbacks=[stop])
 
     Args:
-        patience: The run ends after this number of evaluations in a row without a better value; at least 1.
+        patience: The number of evaluations in a row without a better value that ends the
+            run, at least 1.
         metric: The metric. Default: the task's own.
-        higher_is_better: Whether a higher value is better. Default: as the task declares for its own
-            metric. For another metric, its name decides, see ``Best``.
-        least: An evaluation counts as better only if it improves the best value by more than ``least``, a number >= 0.
+        higher_is_better: Default: as the task declares, or by the metric's name, see
+            ``Best``.
+        least: By how much an evaluation must improve the best value to count as better, a
+            number >= 0.
 
     Raises:
         ValueError: ``patience`` is below 1, or ``least`` is negative or not finite.
@@ -205,7 +205,7 @@ class EarlyStop(Best):
         self.patience = patience
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
-        """End the run after ``patience`` evaluations in a row that were not better."""
+        """End the run after ``patience`` evaluations without a better value."""
         if not self.better(record) and self.since >= self.patience and record.round < rounds:
             self.running.stop(f"{self.name} did not improve since round {self.round}, where it was {self.best:.4g}")
 
@@ -213,8 +213,9 @@ class EarlyStop(Best):
 class KeepBest(Best):
     """Keep the model of the best evaluation in a safetensors file. At any moment the file is complete or absent.
 
-    The file has the tensors of ``Running.arrays``. If clients keep tensors and are in this process, each client's
-    network is in a further file in the same folder: ``NAME-client-3.safetensors`` for client 3.
+    The file has the tensors of ``Running.arrays``. If clients keep tensors and are in
+    this process, client 3's network, for example, is beside it in
+    ``NAME-client-3.safetensors``.
 
     >>> from fl_bn import KeepBest
     >>> keep = KeepBest("best.safetensors")  # Federation(..., callbacks=[keep])
@@ -222,8 +223,8 @@ class KeepBest(Best):
     Args:
         path: The file.
         metric: The metric. Default: the task's own.
-        higher_is_better: Whether a higher value is better. Default: as the task declares for its own
-            metric. For another metric, its name decides, see ``Best``.
+        higher_is_better: Default: as the task declares, or by the metric's name, see
+            ``Best``.
     """
 
     def __init__(self, path: str | Path, metric: str = "", higher_is_better: bool | None = None) -> None:
@@ -231,7 +232,7 @@ class KeepBest(Best):
         self.path = Path(path)
 
     def on_start(self, running: Running) -> None:
-        """Begin as ``Best`` does. Without the file, in which the best model was, ignore earlier rounds."""
+        """Begin as ``Best`` does, but ignore earlier rounds if the file is missing."""
         super().on_start(running if self.path.exists() else replace(running, history=()))
         self.running = running
 
@@ -253,6 +254,6 @@ class KeepBest(Best):
 
 
 def _write(path: Path, arrays: Mapping[str, Tensor], about: dict[str, str]) -> None:
-    """Write tensors to a safetensors file, in row-major order whatever their memory format."""
+    """Write tensors to a safetensors file, in row-major order."""
     rows = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in arrays.items()}
     durable.write(path, durable.in_order(save(rows, about)), mode=0o666)

@@ -1,7 +1,7 @@
 """Store the state of a run in one file. A crash never leaves an incomplete file.
 
-The format is safetensors, with JSON in the metadata. Loading such a file cannot run code. ``FederationState`` and
-``flower.recovery.Checkpoint`` list what is stored: also the main settings, to tell whether a run continues it.
+The format is safetensors, with JSON in the metadata. Loading it cannot run code.
+``FederationState`` and ``flower.recovery.Checkpoint`` list what is stored.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ UNREADABLE = (KeyError, ValueError, TypeError, AttributeError, IndexError, Recur
 
 
 def write(path: Path, parts: Parts, about: Mapping[str, str]) -> None:
-    """Write a checkpoint to ``path``, in place of the file that was there.
+    """Write a checkpoint to ``path``, in place of an earlier one, which stays after an ``OSError``.
 
-    ``parts`` is part (a name without slash) -> name -> tensor. ``about`` has texts for the metadata.
-
-    Raises:
-        OSError: The file cannot be written. An older file at ``path`` is then unchanged.
+    ``parts`` is part (a name without slash) -> name -> tensor. ``about`` has texts for
+    the metadata.
     """
     tensors = {f"{part}/{name}": tensor for part, own in parts.items() for name, tensor in own.items()}
     durable.save_tensors(path, tensors, {"format": FORMAT, **about})
@@ -48,7 +46,6 @@ def read(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
 
     Raises:
         Damaged: The file is incomplete, or it is no checkpoint.
-        OSError: The file cannot be read.
     """
     tensors, about = durable.load_tensors(path)
     if about.get("format") != FORMAT:
@@ -61,7 +58,7 @@ def read(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
 
 
 def generators() -> str:
-    """Return the states of the global generators of Python, NumPy and torch (CPU), as JSON."""
+    """Return the states of the generators of Python, NumPy and torch (CPU), as JSON."""
     name, keys, *rest = np.random.get_state(legacy=True)
     version, state, gauss = random.getstate()
     return json.dumps(
@@ -74,7 +71,7 @@ def generators() -> str:
 
 
 def set_generators(states: str) -> None:
-    """Set the global generators to ``states`` of ``generators``. Empty: change nothing."""
+    """Set these generators to ``states``. Empty: change nothing."""
     if not states:
         return
     loaded = json.loads(states)
@@ -90,10 +87,10 @@ class FederationState:
     """Hold the state of a ``Federation`` after a round.
 
     Attributes:
-        decides: Name -> value, as text, of the settings that a federation which continues the run must have, too.
-        evaluated: Name -> shared tensor of the model that was evaluated last.
+        decides: The settings that a continuing federation must share, as text by name.
+        evaluated: Name -> shared tensor as evaluated last.
         auxiliary: ``section/name`` -> auxiliary tensor.
-        loaders: For each client, the states of its loader's generators, in the order of ``local.generators``.
+        loaders: Per client, the states of its loader's generators (``local.generators``).
     """
 
     round: int
@@ -110,7 +107,7 @@ class FederationState:
     generators: str
 
     def save(self, path: Path) -> None:
-        """Write this state to ``path``, in place of the file that was there, see ``write``."""
+        """Write this state to ``path``, see ``write``."""
         named = {
             f"{client}/{section}/{name}": tensor
             for client, kept in enumerate(self.clients)
@@ -131,7 +128,6 @@ class FederationState:
 
         Raises:
             Damaged: The file is incomplete, or it is no checkpoint of a ``Federation``.
-            OSError: The file cannot be read.
         """
         parts, about = read(path)
         if "federation" not in about:
@@ -170,10 +166,7 @@ def _record(saved: dict[str, Any]) -> RoundRecord:
 
 
 def check_same(path: object, saved: Mapping[str, str], mine: Mapping[str, str]) -> None:
-    """Raise ValueError unless a federation's settings ``mine`` are those ``saved`` in the checkpoint.
-
-    What an older fl-bn did not save is not checked.
-    """
+    """Raise ValueError unless ``saved`` settings, as far as the checkpoint has them, are ``mine``."""
     for name, ours in mine.items():
         if (theirs := saved.get(name, ours)) != ours:
             raise ValueError(f"{path} is of another federation: {name} was {theirs} there, but is {ours} here: give the same arguments")

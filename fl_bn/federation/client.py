@@ -2,9 +2,10 @@
 
 These modules do the parts of a round, in this order:
 
-* ``client_tensors`` loads the instruction and what the client keeps, and makes the reply and what it keeps next.
+* ``client_tensors`` loads the instruction and the client's state, and makes the next
+  ones.
 * ``client_pass`` measures statistics before training, or in a statistics-only exchange.
-* ``auxiliary`` carries the optimiser's buffers from the round before to the next one, if the settings say so.
+* ``auxiliary`` carries the optimiser's buffers from round to round.
 * ``recording`` records batches and steps, and runs FedTAN's exchange in the first batch.
 * ``contract`` checks the network and the loop at the end of training.
 """
@@ -48,19 +49,21 @@ class LocalRound:
     """Carry out one client's half of one round: train inside ``open``, then call ``reply``.
 
     Args:
-        model: The network, converted for ``method``. It is loaded with the tensors that the server sent and
-            with those that the client keeps.
+        model: The network, converted for ``method``. The server's and the client's own
+            tensors are loaded into it.
         method: The method of the run.
         instruction: The server's instruction.
-        kept: The state that the client kept after its last round. Default: nothing, as before its first round.
-        settings: The settings of fl-bn's training loop. Default: those for a user's own loop.
-        connect: Joins the layer-wise exchange with the cohort, see ``Connect``. Phase EXCHANGE (FedTAN) needs
-            this function. If it is given in phase MEASURE, the client measures one layer after the other.
-        in_own_loop: Whether a loop of the user's own trains the network, to which docs/contract.md applies.
+        kept: The client's state after its last round. Default: none.
+        settings: The settings of fl-bn's training loop. Default: for a user's own loop.
+        connect: Joins the layer-wise exchange, see ``Connect``, as FedTAN needs. In phase
+            MEASURE, the client then measures one layer after the other.
+        in_own_loop: Whether a user's loop trains the network, to which docs/contract.md
+            applies.
 
     Raises:
         ValueError: The server's model or objective differs from those of this client.
-        WireError: A tensor of the instruction is missing, unexpected, or of a wrong shape or dtype.
+        WireError: A tensor of the instruction is missing, unexpected, or of a wrong shape
+            or dtype.
     """
 
     def __init__(
@@ -94,17 +97,17 @@ class LocalRound:
 
     @property
     def model(self) -> nn.Module:
-        """Return the network that this round trains. It cannot be replaced."""
+        """Return the network that this round trains."""
         return self.copy.model
 
     @cached_property
     def recorder(self) -> Recorder:
-        """Return what records the batches of a user's loop, or those that the method reports."""
+        """Return what records batches, of a user's loop or for the method."""
         return Recorder(once=self.reports is StatisticsReport.FIRST)
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that an optimiser updates in this round, by name."""
+        """Return the parameters that this round's optimiser updates, by name."""
         return self.copy.trainable(self.phase)
 
     @cached_property
@@ -113,12 +116,12 @@ class LocalRound:
 
     @cached_property
     def shared(self) -> frozenset[str]:
-        """Return the names of those of ``parameters`` that the clients share."""
+        """Return the names of shared ``parameters``."""
         return frozenset(name for name in self.parameters if self.network.locality.place[name] is Place.SHARED)
 
     @cached_property
     def momentum(self) -> Momentum | None:
-        """Return the optimiser's buffers, before and after training. None: rounds begin without any."""
+        """Return the optimiser's buffers. None: rounds begin without any."""
         if self.settings.maintain == "reset":
             return None
         return Momentum(self.settings, self.parameters, self.shared, self.instruction.sections, self.kept.get("optimizer"))
@@ -130,10 +133,10 @@ class LocalRound:
 
     @contextmanager
     def open(self) -> Iterator[LocalRound]:
-        """Prepare the model for training inside the ``with`` block, and yield this round.
+        """Prepare the model for training inside the block, and yield this round.
 
-        The model is in training mode, and layers that this round freezes are frozen. If the method reports
-        statistics of training batches, the moments of the BatchNorm layers are recorded.
+        The model is in training mode, frozen where this round freezes it, and recorded if
+        the method reports statistics of training batches.
 
         Raises:
             ContractBroken: The network or the loop did not keep docs/contract.md.
@@ -170,7 +173,7 @@ class LocalRound:
             self._observing.enter_context(observe(self.model, counts=self._joins))
 
     def _joins(self, layer: nn.Module, x: Tensor) -> bool:
-        """Join the exchange at the first layer of the first batch. Return False: nothing is recorded."""
+        """Join the exchange at the first layer of the first batch, so that nothing is recorded."""
         ready = not (self.steps or self._first_samples or self.recorder.pauses)
         if ready and layer.training and not in_backward() and not is_traced():
             self._note_opacus()
@@ -182,30 +185,28 @@ class LocalRound:
         self.private = any(hasattr(p, "grad_sample") for p in self.parameters.values())
 
     def set_modes(self, model: nn.Module) -> None:
-        """Put ``model`` into training mode but for parts that its owner holds, and freeze layers."""
+        """Put ``model`` into training mode but for parts held by its owner, and freeze layers."""
         freeze_statistics(model, layers=None if self.method.freezes_statistics(self.phase) else frozen_affine(model))
         train_mode(model)
 
     def adopt(self, steps: int, observed: dict[str, list[Moments]], batch: int) -> None:
-        """Store the steps, moments by layer and size of the first batch of an engine's training."""
+        """Store steps, moments by layer and first batch's size from an engine."""
         self.steps, self.recorder.observed, self._first_samples = steps, observed, batch
 
     @property
     def first_samples(self) -> int:
-        """Return the first batch's number of samples: layers' rows, or what ``batch`` was told.
-
-        It is 0 if it is unknown, as where no layer records batches.
-        """
+        """Return the first batch's samples, as layers' rows or ``batch`` say; 0 if unknown."""
         return self._first_samples or self.recorder.samples
 
     def batch(self, samples: int) -> None:
         """Say the number of samples of the first batch, before its forward pass.
 
-        A loop calls this whose network folds something else into the rows of a batch, such as time. In phase EXCHANGE
-        the layers exchange their statistics from now on.
+        A loop calls this if its network folds something else, such as time, into the rows
+        of a batch. In phase EXCHANGE the layers exchange their statistics from now on.
 
         Raises:
-            ValueError: The number is below 1, the first step is over, or the client has joined the exchange already.
+            ValueError: The number is below 1, the first step is over, or the client has
+                joined the exchange already.
         """
         if samples < 1 or self.steps or self.exchange is not None:
             raise ValueError(
@@ -220,7 +221,7 @@ class LocalRound:
     def step_done(self, goes_on: bool = False) -> None:
         """Count a local step, also of a loop without a torch optimiser (``p -= lr * p.grad``).
 
-        One that ``goes_on`` with the one before, without a batch between, is not counted.
+        One that ``goes_on`` with the one before is not counted.
         """
         if not goes_on:
             if self.steps == 0:
@@ -238,7 +239,7 @@ class LocalRound:
             self._exchanging.close()
 
     def step_ends(self, optimizer: Optimizer) -> None:
-        """Count a step of a user's ``optimizer``, if a parameter of the network has a gradient."""
+        """Count a step of a user's ``optimizer``, if the network has a gradient."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None and id(p) in self._ids}
         if not stepped:
             return
@@ -252,7 +253,7 @@ class LocalRound:
         """Record the rate of a step, and clear the optimiser's buffers if the method says so.
 
         Raises:
-            ValueError: The objective needs plain SGD with one learning rate, but ``optimizer`` differs.
+            ValueError: The objective needs plain SGD with one learning rate.
         """
         if self.settings.objective.travels:
             check_rates(self.settings.objective, optimizer, self._rates[-1:] if goes_on else [])
@@ -263,19 +264,20 @@ class LocalRound:
 
     @property
     def mean_rate(self) -> float:
-        """Return the mean learning rate of the steps, by default the instruction's."""
+        """Return the steps' mean learning rate, by default the instruction's."""
         seen = set(self._rates) or {self.instruction.learning_rate}
         return seen.pop() if len(seen) == 1 else sum(self._rates) / len(self._rates)
 
     def backward(self, forward: Callable[[], Tensor], x: Any, call: Callable[[nn.Module, Any], Any] | None = None) -> Tensor:
         """Compute a batch's gradient with the objective's terms, and add it to the parameters' ``grad``.
 
-        Call this method in place of ``loss.backward()``, once per optimiser step.
+        Call this in place of ``loss.backward()``, once per optimiser step.
 
         Args:
             forward: Computes the loss of the batch.
             x: The inputs of the batch.
-            call: Calls a network on inputs, as ``Task.forward`` does. None: the inputs are its only argument.
+            call: Calls a network on inputs, as ``Task.forward`` does. None: the inputs
+                are its only argument.
 
         Returns:
             The loss, without the objective's own terms.
@@ -292,7 +294,7 @@ class LocalRound:
         return loss
 
     def _again(self, forward: Callable[[], Tensor], states: Any) -> Tensor:
-        """Compute a batch's loss a second time, from random ``states``, for ``Step.again``."""
+        """Compute a batch's loss again, from random ``states``."""
         if states is not None:
             set_random_states(states)
         with restored(self.model), self.recorder.paused():
@@ -301,7 +303,7 @@ class LocalRound:
     def measure(self, batches: Iterable[Any], task: Task = CLASSIFICATION) -> None:
         """Measure the moments of every BatchNorm layer over ``batches``, read by ``task``.
 
-        The model stays unchanged. HBN needs this pass before training. Otherwise it is all that a client does.
+        The model stays unchanged. HBN needs this before training.
 
         Raises:
             ValueError: A local step was made already.
@@ -324,13 +326,14 @@ class LocalRound:
         """Make the reply to the server, and the state that the client keeps for later.
 
         Args:
-            samples: The number of different samples that the client trained on. It is the client's weight in
-                averages. In phase EXCHANGE, the weight is the size of the first batch instead.
+            samples: The number of different samples that the client trained on, its
+                weight in averages. In phase EXCHANGE, the weight is the size of the first
+                batch instead.
             loss: The mean loss over the training batches.
             client: The client's number.
-            metrics: Further numbers for the record, by name. In a loop of your own, ``client_metrics`` of the record
-                has them, and ``own_metrics`` their means, weighted by samples. fl-bn's own numbers, such as
-                ``steps``, replace those of their names.
+            metrics: Further numbers for the record, by name: in a loop of your own, for
+                its ``client_metrics`` and, weighted by samples, ``own_metrics``. fl-bn's
+                own numbers, such as ``steps``, replace those of their names.
 
         Raises:
             ContractBroken: Nothing can be replied, see ``contract``.
@@ -345,7 +348,7 @@ class LocalRound:
         return client_tensors.reply(self, index(samples), float(loss), index(client), given)
 
     def sit_out(self, client: int, metrics: Mapping[str, float]) -> tuple[Reply, ClientState]:
-        """Leave the round and its exchange, with a reply without tensors and the state as before."""
+        """Leave the round, with a reply without tensors and the state as before."""
         if self._connect is not None:
             self._connect(0).close()
         return Reply(client, {}, 0, 0, dict(metrics), self.instruction.round, self.network.signature), self.kept

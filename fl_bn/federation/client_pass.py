@@ -1,11 +1,9 @@
 """Make a client's statistics pass: alone, or layer after layer with its cohort.
 
-With the cohort, all batches of a client stop at a layer. The client sends the moments of the layer's input,
-and its batches continue with the cohort's statistics, which it gets (one exchange). So one forward pass makes
-all layers exact, for which ``federation.passes`` needs one per layer.
-
-The layers must run in one order, each once per batch, and all activations must fit into memory. Other
-networks need ``federation.passes``.
+With the cohort, all batches of a client stop at a layer, and go on with the cohort's
+statistics, which it exchanges for its moments. So one forward pass makes all layers
+exact, for which ``federation.passes`` needs one per layer. The layers must run in one
+order, each once per batch, and all activations must fit into memory.
 """
 
 from __future__ import annotations
@@ -44,12 +42,13 @@ Inputs = Callable[[], Iterable[Any]]
 class ClientPass:
     """Make the statistics pass of one client's round, and hold its result.
 
-    It is the method's pass before training (HBN), or that of a statistics-only exchange, which alone uses ``connect``.
+    It is the method's pass before training (HBN), or that of a statistics-only exchange,
+    which alone uses ``connect``.
 
     Attributes:
         how: What the pass measures, and on how many samples.
-        moments: Layer -> the measured moments, without layers held in evaluation mode. None before the pass.
-        samples: The number of samples in the pass; 0 before it.
+        moments: Layer -> measured moments, but of layers in evaluation mode; None before.
+        samples: The number of samples in the pass.
     """
 
     def __init__(self, model: nn.Module, locality: Locality, instruction: Instruction, kept: ClientState, connect: Connect | None) -> None:
@@ -64,7 +63,8 @@ class ClientPass:
     def run(self, batches: Iterable[Any], task: Task) -> None:
         """Measure ``batches``, which ``task`` reads, and store the moments.
 
-        In a statistics-only exchange, a DataLoader's generators are restored, so that later batches stay the same.
+        A statistics-only exchange restores a DataLoader's generators, so that later
+        batches stay the same.
         """
         if (self._connect is not None or self._unmeasured) and isinstance(batches, Iterator):
             batches = list(batches)  # they are gone through more than once
@@ -74,8 +74,8 @@ class ClientPass:
     def measure(self, inputs: Inputs, forward: Forward = call) -> None:
         """Measure and store each BatchNorm layer's moments over all batches of ``inputs()``.
 
-        In an exchange that goes layer by layer, the client exchanges each layer's statistics with the cohort. If the
-        network has no fixed order of layers, or needs too much memory, it leaves, and measures all layers in one pass.
+        A client whose network has no fixed order of layers, or needs too much memory,
+        leaves an exchange that goes layer by layer, and measures all layers in one pass.
         """
         with self.own_first(inputs, forward):
             if self._connect is not None:
@@ -92,7 +92,7 @@ class ClientPass:
     def own_first(self, inputs: Inputs, forward: Forward = call) -> Iterator[None]:
         """Give layers with statistics at home those of the client's data, if it keeps none yet.
 
-        The layers behind them would else see inputs that are not normalised, unlike those in training.
+        Otherwise the layers behind them would see inputs that are not normalised.
         """
         before, how = running_statistics(self._model, self._unmeasured), StatisticsPass.for_exchange(INPUTS)
         try:
@@ -104,7 +104,7 @@ class ClientPass:
             store_statistics(self._model, before)
 
     def inputs(self, batches: Iterable[Any], task: Task) -> Iterator[Any]:
-        """Yield the batches' inputs until the pass has as many samples as it needs. Count them."""
+        """Yield and count the batches' inputs until the pass has as many samples as it needs."""
         device, most = inputs_like(self._model).device, self.how.samples
         self.samples = 0
         for batch in batches:
@@ -117,10 +117,10 @@ class ClientPass:
 
 @torch.no_grad()
 def in_order(model: nn.Module, layers: Collection[str], inputs: Inputs, forward: Forward, memory: int) -> tuple[str, list[Any]]:
-    """Find out by one forward pass whether ``layers`` can be measured one after the other.
+    """Tell why ``layers`` cannot be measured one after the other, if so, and return the batches.
 
-    Return the reason why they cannot, empty if they can, and the batches of inputs. The pass takes two samples of
-    the first batch, or all unless it is a plain tensor. ``memory`` limits the bytes of waiting activations.
+    One forward pass finds out, with two samples of the first batch, or all unless it is a
+    plain tensor. ``memory`` limits the bytes of waiting activations.
     """
     if (batch := next(iter(inputs()), None)) is None:
         return "there is no batch to measure", []
@@ -150,7 +150,7 @@ def in_order(model: nn.Module, layers: Collection[str], inputs: Inputs, forward:
 class _Batches(Turns):
     """Run the forward passes of a client's batches, which wait for all at each layer.
 
-    ``answer`` exchanges a layer's moments with the cohort, and stores the statistics with which they go on.
+    ``answer`` exchanges a layer's moments with the cohort, and stores its statistics.
     """
 
     def __init__(self, batches: int, answer: Callable[[str, Moments], None]) -> None:
@@ -161,7 +161,7 @@ class _Batches(Turns):
         self.error: BaseException | None = None
 
     def reached(self, layer: str, x: Tensor) -> None:
-        """Wait at ``layer``, which gets the input ``x`` of the calling thread's batch."""
+        """Wait at ``layer`` with the thread's input ``x``."""
         if not x.numel():  # an expert of a mixture may get no sample of a batch
             raise ExchangeFailed(f"layer {layer!r} got no sample of a batch, so batches reach the BatchNorm layers in no common order")
         _, index = Turns.here() or (None, -1)
@@ -171,7 +171,7 @@ class _Batches(Turns):
             raise self.error
 
     def all_wait(self) -> list[int]:
-        """Exchange the moments of the layer at which all batches wait, and wake them."""
+        """Exchange the moments of the layer at which all wait, and wake them."""
         try:
             self._exchange()
         except BaseException as error:  # every batch raises it
@@ -198,11 +198,12 @@ def layer_by_layer(
 ) -> dict[str, Moments]:
     """Measure the moments of the input of each of ``layers`` over this client's batches.
 
-    The layers before normalise with the cohort's exact statistics. ``model`` stays unchanged, and ``in_order``
-    must have found no problem. At the end the client leaves the ``exchange``.
+    The layers before normalise with the cohort's exact statistics. ``in_order`` must have
+    found no problem. At the end the client leaves the ``exchange``.
 
     Raises:
-        ExchangeFailed: The cohort's exchange failed, or the batches take different ways through the network.
+        ExchangeFailed: The exchange failed, or batches take different ways through the
+            network.
     """
     exchanged, dtype = exchanged_layers(model, layers), inputs_like(model).dtype
     before = running_statistics(model, exchanged)

@@ -1,7 +1,4 @@
-"""Carry out a client's round: ``client_round``, which every door and every engine calls.
-
-fl-bn's loop (``training``) and a user's differ in ``train`` alone. ``own_loop.local_round`` is for a user's block.
-"""
+"""Carry out a client's round: ``client_round``, which every door and every engine calls."""
 
 from __future__ import annotations
 
@@ -26,9 +23,8 @@ class Outcome:
     """Hold what ``train`` says about a client's round.
 
     Attributes:
-        samples: The number of different samples that the client trained on, or measured. With
-            ``LocalTraining.weigh_all``, the number of all its samples. 0: the client sat the round out.
-        loss: The mean loss over the training batches; NaN if the client did not train.
+        samples: As in ``Reply``. 0: the client sat the round out.
+        loss: The mean loss over the training batches; NaN without.
         metrics: Further numbers for the record, by name.
     """
 
@@ -49,14 +45,15 @@ def client_round(
 ) -> Result:
     """Carry out a client's round: (network, method, instruction, state, train) -> (reply, state).
 
-    ``train`` trains inside ``round.open()``, or measures. The other arguments are those of ``LocalRound``.
+    ``train`` trains inside ``round.open()``, or measures. ``LocalRound`` has the other
+    arguments.
     """
     round = LocalRound(model, method, instruction, state, settings, connect)
     return concluded(round, train(round))
 
 
 def concluded(round: LocalRound, one: Outcome) -> Result:
-    """Return the reply and the new state of a client whose training had outcome ``one``."""
+    """Return the reply and the new state after outcome ``one``."""
     if round.trains and not one.samples:
         return round.sit_out(one.client, one.metrics)
     return round.reply(one.samples, one.loss, client=one.client, metrics=one.metrics)

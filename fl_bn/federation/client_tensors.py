@@ -29,17 +29,18 @@ LOGGER = logging.getLogger("flwr")
 _NEWEST: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
 """Network -> the token of the last ``load`` into it. A network may serve several clients in turn."""
 _STARTS: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
-"""Network -> the first values of its buffers with the role ``KEPT``, by name. Every client begins with them."""
+"""Network -> the first values of its ``KEPT`` buffers, with which every client begins."""
 
 
 def load(copy: Copy, instruction: Instruction, kept: ClientState, objective: Objective, auxiliary: Sequence[Auxiliary]) -> object:
     """Check the tensors of ``instruction``, and load them into ``copy`` with the client's own.
 
-    Tensors of the ``auxiliary`` kinds are checked, but not loaded. Return a token of this loading for ``is_newest``.
+    Those of the ``auxiliary`` kinds are checked only. Return a token for ``is_newest``.
 
     Raises:
-        ValueError: The server's model differs from the one in ``copy``, or the server expects another objective.
-        WireError: A tensor of the instruction is missing, unexpected, or of a wrong shape or dtype.
+        ValueError: The server has another model or objective than the client.
+        WireError: A tensor of the instruction is missing, unexpected, or of a wrong shape
+            or dtype.
     """
     network, method = copy.network, copy.network.method
     expected = network.instruction(auxiliary)
@@ -71,14 +72,15 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, objective: Obj
 
 
 def is_newest(model: nn.Module, token: object) -> bool:
-    """Tell whether no round after that with ``token`` has loaded tensors into the network."""
+    """Tell whether the round of ``token`` was the last to load tensors into the network."""
     return _NEWEST.get(model) is token
 
 
 def _first_values(copy: Copy, phase: Phase) -> dict[str, Tensor]:
-    """Return every client's first values, by name, of tensors at home that the server does not send.
+    """Return every client's first values of tensors at home that the server does not send.
 
-    Those in the network, which may be another client's, are replaced: kept buffers, and HBN's mixing logits (by 0).
+    Kept buffers and HBN's mixing logits (by 0) are replaced: the network's may be another
+    client's.
     """
     locality = copy.network.locality
     if (kept := locality.names(Place.HOME, of=[Role.KEPT])) and copy.model not in _STARTS:
@@ -88,7 +90,7 @@ def _first_values(copy: Copy, phase: Phase) -> dict[str, Tensor]:
 
 
 def reply(round: LocalRound, samples: int, loss: float, client: int, given: Mapping[str, float]) -> tuple[Reply, ClientState]:
-    """Make the reply and the client's next state. The arguments are those of ``LocalRound.reply``."""
+    """Make the reply and the client's next state. ``LocalRound.reply`` has the arguments."""
     moments = moments_to_report(round)
     if round.trains:
         gradients = ema_gradients(round) if round.settings.update == "gradients" else {}
@@ -111,7 +113,7 @@ def reply(round: LocalRound, samples: int, loss: float, client: int, given: Mapp
 
 
 def moments_to_report(round: LocalRound) -> dict[str, Moments]:
-    """Return layer -> the moments to report: of the statistics pass, or of batches so far."""
+    """Return layer -> the moments of the statistics pass, or of batches so far."""
     if round.reports is StatisticsReport.PASS:
         return round.statistics_pass.moments or {}
     if not round.observes:
@@ -124,7 +126,7 @@ def moments_to_report(round: LocalRound) -> dict[str, Moments]:
 
 
 def complete_moments(round: LocalRound, moments: Mapping[str, Moments]) -> dict[str, Tensor]:
-    """Encode the moments of every layer with shared statistics; a layer that did not run has count 0."""
+    """Encode every layer's moments, if its statistics are shared; count 0 if it did not run."""
     complete = dict[str, Tensor]()
     for layer, (mean, _) in running_statistics(round.model, round.network.locality.shared_statistics).items():
         unseen = torch.zeros_like(mean)
@@ -133,10 +135,10 @@ def complete_moments(round: LocalRound, moments: Mapping[str, Moments]) -> dict[
 
 
 def sections_to_send(round: LocalRound, gradients: Named, moments: Mapping[str, Moments]) -> Sections:
-    """Return the tensors to send, on the CPU: section -> name -> tensor.
+    """Return section -> name -> CPU tensor to send.
 
-    Tensors that this round did not train are sent unchanged, their control variates as zeros, because clients
-    send changes of these. ``gradients`` are for ``update="gradients"``.
+    What this round did not train is sent unchanged, its control variates, which are
+    changes, as zeros. ``gradients`` are for ``update="gradients"``.
     """
     state, settings = round.copy.state, round.settings
     expected = round.network.reply(round.phase, settings.update, round.auxiliary).sections
@@ -151,9 +153,9 @@ def sections_to_send(round: LocalRound, gradients: Named, moments: Mapping[str, 
 
 
 def state_to_keep(round: LocalRound, gradients: Named, client: int) -> ClientState:
-    """Return the client's state: tensors that are not shared, the optimiser's and objective's buffers.
+    """Return the client's next state, or that before the round if a tensor is not finite.
 
-    If one is not finite, return the state from before the round. ``gradients`` are those of ``ema_gradients``.
+    ``gradients`` are those of ``ema_gradients``.
     """
     state = round.copy.state
     local = {name: ordinary(state[name]).clone() for name in round.network.locality.home}
@@ -177,7 +179,7 @@ def state_to_keep(round: LocalRound, gradients: Named, client: int) -> ClientSta
 def ema_gradients(round: LocalRound) -> dict[str, Tensor]:
     """Compute ``m <- momentum * m + (1 - momentum) * g`` by name: DSGD's client momentum (FBN, Table 2).
 
-    ``g`` is the gradient with weight decay, of each parameter that is trained.
+    ``g`` is a trained parameter's gradient with weight decay.
     """
     settings, momentum, gradients = round.settings, round.kept.get("momentum"), dict[str, Tensor]()
     for name, parameter in round.model.named_parameters(remove_duplicate=False):
@@ -191,7 +193,7 @@ def ema_gradients(round: LocalRound) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def step_at_home(round: LocalRound, gradients: Named) -> None:
-    """Make a gradient step on the parameters at home, which the server does not update."""
+    """Make a gradient step on the parameters at home."""
     for name, parameter in round.model.named_parameters():
         if name in gradients and round.network.locality.place[name] is Place.HOME:
             parameter.sub_(gradients[name], alpha=round.instruction.learning_rate)

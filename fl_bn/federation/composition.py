@@ -1,4 +1,4 @@
-"""Refuse what makes no sense together: method, network, objective, optimiser, options. Describe norm layers."""
+"""Refuse what makes no sense together: method, network, objective, optimiser, options."""
 
 from __future__ import annotations
 
@@ -42,16 +42,17 @@ OBJECTS: Fits = {
     "server_optimizer": is_a(ServerOptimizer | None, "fedadam()"),
     "defence": is_a(Defence, "Defence(1, 'median', 'median')"),
 }
-"""The objects of which a run is composed, by the names of arguments that take them."""
+"""The objects of which a run is composed, by their arguments' names."""
 
 
 def check_composition(method: Method, settings: LocalTraining, robust: bool = False, server_optimizer: str = "fedavg") -> None:
     """Check that the parts of a run fit together.
 
-    ``robust``: the server has rules against Byzantine clients, or the run has such clients.
+    ``robust``: the server has rules against Byzantine clients, or the run has such
+    clients.
 
     Raises:
-        ValueError: Two parts do not fit together. The message has the reason and the remedy.
+        ValueError: Two parts do not fit together, with the reason and the remedy.
     """
     objective, exchanges = settings.objective, method.exchanges
     as_centralised = f"the first local step of {method.name} must equal a step on all clients' batches together, but"
@@ -75,7 +76,7 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
 
 
 def check_weights(method: Method, client_weights: str) -> None:
-    """Raise ValueError if ``method`` exchanges in training and weights are not ``samples`` (FedTAN)."""
+    """Raise ValueError if ``method`` exchanges in training (FedTAN) and weights are not ``samples``."""
     refuse(
         (client_weights != "samples" and method.exchanges,
          f"{method.name} weights clients by the sizes of their batches: client_weights must be 'samples', but got {client_weights!r}"),
@@ -85,10 +86,11 @@ def check_weights(method: Method, client_weights: str) -> None:
 def check_rates(objective: Objective, optimizer: Optimizer, others: Sequence[float] = ()) -> None:
     """Check that ``optimizer`` is plain SGD of one rate, which control variates need.
 
-    ``others`` are the rates of other optimisers that take part in the same step.
+    ``others`` are the rates of other optimisers of the same step.
 
     Raises:
-        ValueError: ``optimizer`` is not SGD, has momentum or ``maximize=True``, or there are several rates.
+        ValueError: ``optimizer`` is not SGD, has momentum or ``maximize=True``, or there
+            are several rates.
     """
     rates = [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
     several = sorted({*rates, *others})
@@ -116,10 +118,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def no_batch_norm(model: nn.Module, method: Method) -> str:
-    """Explain that ``method`` is plain averaging for ``model``, which has no BatchNorm layer.
-
-    The text is empty if it is not, or if the method is ``fedavg`` itself.
-    """
+    """Explain that ``method`` is plain averaging for ``model``, which has no BatchNorm layer, if so."""
     if has_batch_norm(model) or method.prepare is not None or not method.shares(Role.WEIGHT) or method.name == "fedavg":
         return ""
     words = f"this model has no BatchNorm layer: method {method.name} is plain federated averaging here"
@@ -135,7 +134,7 @@ def registering(kind: str) -> str:
 
 
 def check_layers(model: nn.Module, method: Method) -> None:
-    """Raise ValueError unless ``model``, converted or not, has BatchNorm if ``method`` needs it."""
+    """Raise ValueError unless ``model`` has BatchNorm if ``method`` needs it."""
     if method.needs_batch_norm and (reason := no_batch_norm(model, method)):
         raise ValueError(reason)
 
@@ -154,15 +153,15 @@ def looks_like_norm(model: nn.Module) -> list[str]:
 
 
 def say_absent(model: nn.Module, method: Method) -> None:
-    """Warn, at the start of a run, if ``model`` lacks BatchNorm or has unknown norm layers."""
+    """Warn if ``model`` lacks BatchNorm or has unknown norm layers."""
     for line in filter(None, [no_batch_norm(model, method), *looks_like_norm(model)]):
         LOGGER.warning("%s", line)
 
 
 def say_unmeasured(shared: SharedModel, round: int, rounds: int) -> None:
-    """Warn, once per run, of BatchNorm layers that no statistics pass or reported batch has reached.
+    """Warn once per run of BatchNorm layers that no statistics pass or reported batch has reached.
 
-    A statistics pass misses heads that run in training mode alone. Both miss layers that are not called.
+    They run in training mode alone, or are not called.
     """
     method, layers, held = shared.method, list(shared.statistics()), held_layers(shared.model)
     uses = method.uses_shared(rounds) or method.freezes_statistics(method.phase(rounds, rounds))
@@ -185,7 +184,8 @@ def layers_by_type(model: nn.Module) -> str:
 def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iterator[str]:
     """Yield log lines on a method and a network, ``source`` unconverted and ``model`` converted.
 
-    They name the layers before and after, what happens to the tensors of each role, and what clients report.
+    They name the layers before and after, what happens to each role's tensors, and what
+    clients report.
     """
     before, after = layers_by_type(source), layers_by_type(model)
     yield f"method {method.name}: found {before}" + ("" if before == after else f", trained as {after}")

@@ -45,9 +45,8 @@ ADVICE = {
 class ContractBroken(ValueError):
     """Report that a network or a loop did not keep the contract (docs/contract.md).
 
-    Attributes:
-        rule: The rule, one of ``ADVICE``.
-        name: The first layer or tensor that breaks it; empty if the rule is about no single one.
+    ``rule`` is one of ``ADVICE``, ``name`` the first layer or tensor that breaks it, if
+    any.
     """
 
     def __init__(self, rule: str, round: LocalRound, what: str, name: str = "") -> None:
@@ -57,10 +56,7 @@ class ContractBroken(ValueError):
 
 @contextmanager
 def frozen_parameters(round: LocalRound) -> Iterator[dict[str, nn.Parameter]]:
-    """Let a round's frozen parameters not learn, since a user's optimiser may have them, too.
-
-    Gradients of an earlier round, or of another client, are cleared.
-    """
+    """Let a round's frozen parameters not learn, even in a user's optimiser. Clear old gradients."""
     frozen = {name: p for name, p in round.model.named_parameters() if p.requires_grad and name not in round.parameters}
     for parameter in frozen.values():
         parameter.requires_grad_(False)
@@ -76,7 +72,7 @@ def frozen_parameters(round: LocalRound) -> Iterator[dict[str, nn.Parameter]]:
 class Lent:
     """Remember a network as it was lent to a round, and check it at the round's end.
 
-    ``frozen`` are the parameters that learn elsewhere, but not in this round of a user's own loop.
+    ``frozen`` are parameters that learn, but not in this round.
     """
 
     def __init__(self, round: LocalRound, frozen: Mapping[str, nn.Parameter]) -> None:
@@ -87,14 +83,14 @@ class Lent:
         self._values = {name: p.detach().clone() for name, p in model.named_parameters()} if round.in_own_loop else {}
 
     def check(self, samples: int | None = None) -> None:
-        """Check network and records at the end of training or, with ``samples``, before a reply of a user's loop."""
+        """Check network and records after training or, with ``samples``, before a user's loop replies."""
         if samples is None and self._round.in_own_loop and self._round.steps:
             self._round.recorder.forget()  # passes that led to no step
         for rule, what, name in self._broken_by_training() if samples is None else self._broken_by_reply(samples):
             raise ContractBroken(rule, self._round, what, name)
 
     def _broken_by_training(self) -> Iterator[tuple[str, str, str]]:
-        """Yield what breaks the contract: rule, finding, and name of the tensor or layer."""
+        """Yield broken rule, finding, and name of the tensor or layer."""
         round, model = self._round, self._round.model
         now = objects(model) if self._objects else {}
         for name in (*self._objects, *now):
@@ -140,7 +136,8 @@ class Lent:
     def _broken_by_opacus(self) -> Iterator[tuple[str, str, str]]:
         """Yield why opacus (differential privacy, gradients per sample) does not protect this round.
 
-        opacus refuses torch's BatchNorm and trainable layers with buffers, but no other layers that mix samples.
+        opacus refuses torch's BatchNorm and trainable layers with buffers, but no other
+        layers that mix samples.
         """
         round = self._round
         for name, layer in batch_norms(round.model).items():
@@ -169,7 +166,7 @@ class Lent:
 
 
 def objects(model: nn.Module) -> dict[str, object]:
-    """Return the model's layers and parameters by a name in words, True for buffers that travel."""
+    """Return layers and parameters by a name in words, True for buffers that travel."""
     found: dict[str, object] = {f"layer {name!r}": module for name, module in model.named_modules(remove_duplicate=False)}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found |= {f"parameter {name!r}": p for name, p in parameters.items()}
@@ -177,7 +174,7 @@ def objects(model: nn.Module) -> dict[str, object]:
 
 
 def forms(round: LocalRound) -> dict[str, tuple[Any, ...]]:
-    """Return dtype and shape of parameters, and shape of buffers sent or kept, by name."""
+    """Return dtype and shape of parameters, and shape of travelling or kept buffers, by name."""
     place = round.network.locality.place
     found: dict[str, tuple[Any, ...]] = {name: (p.dtype, *p.shape) for name, p in round.model.named_parameters()}
     travels = (Place.SHARED, Place.STATISTIC, Place.HOME)
@@ -185,10 +182,7 @@ def forms(round: LocalRound) -> dict[str, tuple[Any, ...]]:
 
 
 def fixed_statistics(model: nn.Module, all: bool = False) -> dict[str, Tensor]:
-    """Return the running statistics, by name, of layers that train with them as constants.
-
-    ``all``: those of all BatchNorm layers, as when the freeze is over.
-    """
+    """Return running statistics, by name, of layers that train with them, or of ``all``."""
     return {
         f"{name}.{key}" if name else key: layer.get_buffer(key)
         for name, layer in batch_norms(model).items()

@@ -71,37 +71,41 @@ class Federation:
     >>> [record.round for record in federation.run(rounds=2)]
     [1, 2]
 
-    ``history`` has the records of all rounds, ``model`` the network as evaluated last: docs/start/plain-torch.md.
+    ``history`` has all records, ``model`` the network: docs/start/plain-torch.md.
 
     Args:
-        model: The network as you wrote it, not converted. It stays unchanged.
+        model: The network as you wrote it. It stays unchanged.
         method: The method, one of ``fl_bn.methods``.
-        clients: The training batches of each client: a list, a DataLoader or ``SeededBatches``, but no
-            generator.
-        task: Reads a batch, and computes loss and metrics. ``task``, ``loss``, ``metrics``, ``optimizer`` and
-            ``scheduler`` may also be lists with one value for each client. Or give ``per_client(function)``, with a
-            function of the client's number.
-        loss: ``loss(output, targets)`` returns the mean over a batch. Default: the task's loss.
-        metrics: Further metrics by name: objects with ``update``, ``compute`` and ``reset``, such as those of
-            torchmetrics. In an evaluation, each object sees all test samples before its one call of ``compute``.
-        optimizer: Makes a client's optimiser for given parameters, anew in every round. Default: SGD with
-            learning rate 0.05 and momentum 0.9.
-        scheduler: Makes a scheduler of that optimiser, stepped after every batch. Default: none.
-        schedule: ``schedule(round, rounds)`` returns a factor above 0 of the learning rate for a whole round. Default: 1.
+        clients: Each client's training batches: a list, a DataLoader or
+            ``SeededBatches``, no generator.
+        task: Reads a batch, and computes loss and metrics. ``task``, ``loss``,
+            ``metrics``, ``optimizer`` and ``scheduler`` may also be lists with one value
+            per client, or ``per_client(function)`` of the client's number.
+        loss: ``loss(output, targets)`` returns a batch's mean. Default: the task's loss.
+        metrics: Further metrics by name: objects with ``update``, ``compute`` and
+            ``reset``, such as torchmetrics'. Each sees all test samples of an evaluation
+            before its one call of ``compute``.
+        optimizer: Makes a client's optimiser of parameters, in every round. Default: SGD
+            with learning rate 0.05, momentum 0.9.
+        scheduler: Makes a scheduler of that optimiser, stepped after every batch.
+        schedule: ``schedule(round, rounds)`` returns a round's factor (> 0) of the
+            learning rate. Default: 1.
         objective: The local objective, such as ``FedProx``. Default: the loss alone.
         local_epochs: Passes over a client's batches in a round, at least 1.
-        test: The batches to evaluate on, or ``per_client(...)`` with each client's own test batches. Default:
-            there is no evaluation.
-        server_optimizer: Steps along the pseudo-gradient of the weights. Default: the new weights are the clients'
-            average. A federation takes a copy without the momentum of earlier runs.
+        test: The batches to evaluate on, or ``per_client(...)`` with each client's own.
+            Default: no evaluation.
+        server_optimizer: Steps along the pseudo-gradient of the weights, by a copy
+            without earlier runs' momentum. Default: the new weights are the clients'
+            average.
         defence: Rules against Byzantine clients. Default: none.
-        device: The device on which clients train. Default: the device of ``model``.
-        callbacks: Objects whose methods the run calls at its start and end, and after rounds and evaluations, see ``Callback``.
-        options: The fields of ``FederationSpec`` by name: ``fraction``, ``evaluate_every``, ``seed``, ``calibrate``, ``unit_scale``,
-            ``clip``, ``engine`` and ``workers``.
+        device: The device on which clients train. Default: that of ``model``.
+        callbacks: Called at the run's start and end, after rounds and evaluations, see
+            ``Callback``.
+        options: Fields of ``FederationSpec``: ``fraction``, ``evaluate_every``, ``seed``,
+            ``calibrate``, ``unit_scale``, ``clip``, ``engine`` and ``workers``.
 
     Raises:
-        ValueError: An argument has a wrong type or value, or two of them do not fit together.
+        ValueError: An argument has a wrong type or value, or two do not fit together.
     """
 
     def __init__(
@@ -192,10 +196,10 @@ class Federation:
     def model(self) -> nn.Module:
         """Return a copy of the shared network as evaluated last, in evaluation mode.
 
-        In a round without an evaluation, it is the network after this round. But under HBN and static BN, which measure
-        statistics only before an evaluation, it stays the one that was evaluated last, or the one before round 1.
-
-        Its layers are those that the method trains. With the method gn, for example, they are group normalisation.
+        Without an evaluation, it is the network after this round, but under HBN and
+        static BN, which measure statistics only before an evaluation, the last evaluated
+        one. Its layers are those that the method trains, such as group normalisation for
+        gn.
         """
         return self._transport.model(self._newest.tensors, batches_trained(self.history))
 
@@ -212,16 +216,18 @@ class Federation:
     def save(self, path: str | Path) -> None:
         """Save the shared model as evaluated last to a safetensors file. A missing folder is made.
 
-        The tensors have the names of the unconverted network's state_dict. Tensors that clients keep are left
-        out. docs/how-to/export.md says which network can load each method's file.
+        The names are those of the unconverted network's state_dict, without tensors that
+        clients keep. docs/how-to/export.md says which network can load each method's
+        file.
         """
         save_network(Path(path), self.server.shared.whole(self._newest.tensors, batches_trained(self.history)))
 
     def run(self, rounds: int) -> Iterator[RoundRecord]:
         """Train for ``rounds`` rounds, and yield records: loss, evaluation, drift of statistics.
 
-        This is a generator: a round runs when its record is requested. A second call is a new run from the present
-        model: learning rates, phases, cohorts and the order of ``SeededBatches`` are those of round 1 again.
+        This is a generator: a round runs when its record is requested. A second call is a
+        new run from the present model, with the learning rates, phases, cohorts and order
+        of ``SeededBatches`` of round 1.
 
         Args:
             rounds: The number of rounds; 0: only the statistics are measured.
@@ -229,8 +235,8 @@ class Federation:
         Raises:
             Diverged: In three rounds in a row, too few replies could be used.
             TooFewMeasured: In a run of 0 rounds, too few clients measured.
-            ValueError: ``rounds`` is no whole number >= 0, or gradients are off. Or the run continues from a
-                checkpoint (``resume``) with another number of rounds.
+            ValueError: ``rounds`` is no whole number >= 0, gradients are off, or a run
+                that continues (``resume``) has another number of rounds.
         """
         callbacks, (first, failed) = Callbacks(self.callbacks), self._start(rounds)
         shared = self.server.shared
@@ -262,8 +268,9 @@ class Federation:
     def checkpoint(self, path: str | Path) -> None:
         """Save the federation as it is after its last round, for ``resume``.
 
-        The file has the server's and all clients' tensors, the server optimiser's buffers, the records, and the
-        states of random generators. Its format is safetensors. Loading such a file cannot run code.
+        The safetensors file has the server's and clients' tensors, the server optimiser's
+        buffers, the records, and the states of random generators. Loading it cannot run
+        code.
 
         Raises:
             ValueError: No round was run yet.
@@ -292,15 +299,16 @@ class Federation:
     def resume(self, path: str | Path) -> None:
         """Load what ``checkpoint`` saved, into a federation made with the same arguments.
 
-        ``run(rounds)`` then continues after the saved round; ``rounds`` must be the same number as before. If the
-        saved run was over, ``run`` starts another one from its model, as a second call of ``run`` does. On the CPU
-        the results are bit for bit those of a run without interruption. For this, every loader must be
-        ``SeededBatches`` or have a generator of its own.
+        ``run(rounds)``, with the same number, then continues after the saved round, or
+        starts another run if the saved one was over. On the CPU the results are bit for
+        bit those without interruption, if every loader is ``SeededBatches`` or has a
+        generator of its own.
 
         Raises:
-            ValueError: The file is damaged, or was saved with another network, method, number of clients, seed,
-                schedule, or other options. Functions, optimizers, and options of the method that only the server uses
-                are not compared.
+            ValueError: The file is damaged, or was saved with another network, method,
+                number of clients, seed, schedule, or other options. Functions,
+                optimizers, and options of the method that only the server uses are not
+                compared.
             OSError: The file cannot be read.
         """
         state, server = FederationState.load(Path(path)), self.server
@@ -324,7 +332,7 @@ class Federation:
         self._resumed = state
 
     def _start(self, rounds: int) -> tuple[int, int]:
-        """Return a run's first round, 1 or that after a loaded checkpoint's, and the failed rounds in a row before it."""
+        """Return a new or resumed run's first round, and the failed rounds just before it."""
         state, self._resumed = self._resumed, None
         refuse(
             (type(rounds) is not int or rounds < 0, f"rounds must be a whole number >= 0, but got run({rounds!r})"),
@@ -350,7 +358,7 @@ class Federation:
         return state.round + 1, state.failed
 
     def _decided(self, rounds: int) -> dict[str, str]:
-        """Return name -> text of the settings that a continuing run must share."""
+        """Return the settings that a continuing run must share, as text by name."""
         method, policy = self.server.method, self.server.policy
         every = [(method.phase(n, rounds).value, policy.scheduled(n, rounds)) for n in range(1, rounds + 1)]
         return self._decides | {"calendar": hashlib.sha256(repr(every).encode()).hexdigest()[:16]}  # of phases and learning rates
@@ -364,12 +372,14 @@ class Federation:
     def evaluate(self, batches: Loader | PerClient | None = None) -> dict[str, float]:
         """Compute loss and metrics of the shared model as evaluated last; empty without batches.
 
-        If clients have models, tasks or test batches of their own, the result is the mean over clients, weighted
-        by their test samples. If clients keep tensors (FedBN, SiloBN), each client's own model is evaluated, but
-        only for clients that have trained so far. Before any client has trained, the shared model is evaluated.
+        If clients have models, tasks or test batches of their own, the result is the mean
+        over clients, weighted by their test samples. If clients keep tensors (FedBN,
+        SiloBN), the own models of those that have trained are evaluated, or the shared
+        model before any has.
 
         Args:
-            batches: The batches to evaluate on, or ``per_client(...)``. Default: ``test``.
+            batches: The batches to evaluate on, or ``per_client(...)``. Default:
+                ``test``.
 
         Raises:
             ValueError: No client has a test batch, or ``batches`` has single samples.

@@ -1,6 +1,6 @@
 """Declare and check the fields (name -> value) of a received record of a Flower message.
 
-``Form.read`` drops undeclared fields, or keeps them unchecked if the form has ``others``. Sizes are checked
+``Form.read`` drops undeclared fields, unless the form has ``others``. Sizes are checked
 before any text is parsed. No parser is recursive, so deep nesting does no harm.
 """
 
@@ -32,10 +32,11 @@ class Field:
     """Describe the allowed values of one field.
 
     Attributes:
-        fits: A function that tells whether a value is allowed.
+        fits: Tells whether a value is allowed.
         wanted: The allowed values in words.
-        turn: A function that converts an allowed value to the value that ``Values`` holds.
-        default: The value of an absent field. None: it is absent from ``Values``, too. ``NEEDED``: it must be present.
+        turn: Converts an allowed value to that in ``Values``.
+        default: The value of an absent field. None: ``Values`` lacks it. ``NEEDED``: an
+            error.
     """
 
     fits: Callable[[Any], bool]
@@ -68,9 +69,9 @@ def real(least: float, most: float = math.inf) -> Field:
 
 
 def measured(least: float = -math.inf, most: float = math.inf, default: Any = NEEDED) -> Field:
-    """Declare a float that may be infinite or NaN, such as the loss of diverged training.
+    """Declare a float that may be infinite or NaN, such as a diverged loss. It never enters the model.
 
-    It is only averaged and shown, and never enters the model. Finite ``most`` and ``least`` refuse infinity, not NaN.
+    Finite ``most`` and ``least`` refuse infinity, not NaN.
     """
 
     def fits(value: Any) -> bool:
@@ -83,7 +84,8 @@ def measured(least: float = -math.inf, most: float = math.inf, default: Any = NE
 def text(longest: int, pattern: str = ".*", default: Any = NEEDED, wanted: str = "") -> Field:
     """Declare a text of up to ``longest`` characters that ``pattern`` matches as a whole.
 
-    Matching must take linear time for any text. Errors name ``wanted``, the allowed texts in words, or the length.
+    Matching must take linear time for any text. Errors name ``wanted``, the allowed texts
+    in words.
     """
     compiled = re.compile(pattern, re.DOTALL)
     wanted = wanted or f"a text of up to {longest} characters"
@@ -121,7 +123,8 @@ def blobs(items: int, longest: int) -> Field:
 def whole_list(items: int) -> Field:
     """Declare a JSON list of up to ``items`` whole numbers >= 0, read to a tuple of int.
 
-    Each has up to 15 digits. A regular expression reads the text: deep nesting could break a JSON parser.
+    Each has up to 15 digits. A regular expression reads it, since deep nesting could
+    break a parser.
     """
     pattern = re.compile(r"\[(?:\d{1,15}(?:, ?\d{1,15})*)?\]", re.ASCII)
 
@@ -133,9 +136,9 @@ def whole_list(items: int) -> Field:
 
 
 def wholes_by_name(items: int) -> Field:
-    """Declare a JSON object, layer -> whole number >= 0, such as ``{"stem.bn": 3}``.
+    """Declare a JSON object of up to ``items`` entries, such as ``{"stem.bn": 3}``.
 
-    It has up to ``items`` entries, with names of up to ``NAME`` characters, and numbers of up to 15 digits.
+    Names have up to ``NAME`` characters, numbers (whole, >= 0) up to 15 digits.
     """
     name, digits = rf'"([^"\\]{{0,{NAME}}})"', r"(\d{1,15})"
     pattern = re.compile(rf"\{{(?:{name}: ?{digits}(?:, ?{name}: ?{digits})*)?\}}", re.ASCII)
@@ -153,8 +156,9 @@ class Form:
     """Declare the fields of one record.
 
     Attributes:
-        series: Stem of numbered names -> field. ``accuracy-class-`` is the stem of ``accuracy-class-3``.
-        others: Whether undeclared fields are kept unchecked. False: they are dropped.
+        series: Stem of numbered names, such as ``accuracy-class-`` of
+            ``accuracy-class-3`` -> field.
+        others: Whether undeclared fields are kept unchecked.
     """
 
     record: str
@@ -168,7 +172,8 @@ class Form:
         """Check a record (None: missing). Return declared values, or all if it has ``others``.
 
         Raises:
-            WireError: The record is missing, or has more than ``MOST`` fields. Or a field is missing, or has a wrong value.
+            WireError: The record is missing, or has more than ``MOST`` fields, or a field
+                is missing or wrong.
         """
         if record is None:
             raise WireError(self.record, "", f"missing: expected a record of {', '.join(self.fields)}")
@@ -190,7 +195,7 @@ class Form:
         return Values(self, values)
 
     def and_also(self, *others: Form) -> Self:
-        """Return a copy of this form that also has the fields of ``others``."""
+        """Return a copy that also has the fields of ``others``."""
         fields = {name: one for other in others for name, one in other.fields.items()}
         return replace(self, fields={**self.fields, **fields})
 

@@ -1,14 +1,15 @@
 """Change gradients before a step: centre them, and clip them.
 
-**Centring** subtracts from the gradient of each output unit's weights its mean over the unit's inputs.
-BatchNorm subtracts the batch's mean, so the mean input of the layer before it does not contribute to that
-layer's gradient. If training normalises with constants, it contributes most: after a ReLU, inputs are
-positive, and their mean has nearly the same direction for every unit. This direction limits the learning
-rate, and clients with different classes drift apart along it. With centred gradients FBN learns as fast as
+**Centring** subtracts from the gradient of each output unit's weights its mean over the
+unit's inputs. BatchNorm subtracts the batch's mean, so that the mean input of the layer
+before does not contribute to that layer's gradient. If training normalises with
+constants, it contributes most: after a ReLU, the positive inputs' mean has nearly the
+same direction for every unit. This direction limits the learning rate, and clients with
+different classes drift apart along it. With centred gradients FBN learns as fast as
 BatchNorm on IID clients: docs/methods/fbn.md.
 
-Gradient Centralization: A New Optimization Technique for Deep Neural Networks, Yong et al., ECCV 2020
-(equation 1). The paper centres every weight.
+Gradient Centralization: A New Optimization Technique for Deep Neural Networks, Yong et
+al., ECCV 2020 (equation 1). The paper centres every weight.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ if TYPE_CHECKING:
 
 CLIPS = ("none", "norm", "round", "value", "adaptive")
 PATH = 20.0
-"""Limit of ``round`` for networks that normalise with constants in training (FBN, partly HBN): chosen by experiments."""
+"""Limit of ``round`` for networks that normalise with constants in training: by experiments."""
 STEP = 1.0
-"""Limit of ``round`` for such networks in a round of one local step: chosen by experiments, see docs/methods/fbn.md."""
+"""The same limit in a round of one local step: by experiments, see docs/methods/fbn.md."""
 SMALLEST = 1e-3  # the smallest norm that weights count with; otherwise weights that start at zero could never change
 CENTRED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Layers whose first axis of ``weight`` is the output, and whose other axes are the inputs."""
+"""Layers whose ``weight`` has the output as first axis, and the inputs as others."""
 FEWEST = 8
-"""The smallest number of inputs per output unit. With two inputs, a centred gradient could move a unit in one direction only."""
+"""The fewest inputs per unit. With two, a centred gradient has one direction only."""
 
 
 def centred_weights(model: nn.Module) -> list[str]:
     """Return the weights to centre: of linear layers and convolutions but the last layer.
 
-    Weights computed from other parameters are no parameters, and left out, as are those with fewer than
-    ``FEWEST`` inputs per output unit.
+    Weights computed from other parameters, or with fewer than ``FEWEST`` inputs per
+    output unit, are left out.
     """
     head = head_of(model)
     found = {
@@ -62,7 +63,7 @@ def centred_weights(model: nn.Module) -> list[str]:
 def centring(parameters: Mapping[str, Tensor], names: Sequence[str], stacked: bool = False) -> Iterator[None]:
     """Centre the gradients of ``names`` as autograd computes them, in the block, in any loop.
 
-    ``stacked``: axis 0 of each parameter is the client, as in the vectorised engine.
+    ``stacked``: axis 0 of each parameter is the client.
     """
 
     def centred(gradient: Tensor) -> Tensor:
@@ -78,9 +79,9 @@ def centring(parameters: Mapping[str, Tensor], names: Sequence[str], stacked: bo
 
 
 def unit_norm(x: Tensor) -> Tensor:
-    """Return the Euclidean norm of each output unit of a weight (out, ...), as (out, 1, ...).
+    """Return the norm of each output unit of a weight (out, ...), as (out, 1, ...).
 
-    For a tensor with at most one axis, return one norm over all its values.
+    A tensor with at most one axis has one norm over all its values.
     """
     axes = tuple(range(1, x.dim())) or None
     norm: Tensor = torch.linalg.vector_norm(x, dim=axes, keepdim=axes is not None)
@@ -98,11 +99,11 @@ def clip(
 
     Args:
         parameters: The parameters.
-        how: ``norm`` or ``round``: limit the norm over all parameters; ``value``: limit every value; ``adaptive``: see
-            ``clip_adaptive``.
-        limit: The limit. For ``round``, the caller computes it by ``norm_in_round``.
-        head: Parameters whose gradients ``adaptive`` does not clip: those of the last layer.
-        norm_of: Returns the norm of each output unit, for ``adaptive``; see ``unit_norm``.
+        how: ``norm`` or ``round``: limit the norm over all parameters; ``value``: limit
+            every value; ``adaptive``: see ``clip_adaptive``.
+        limit: The limit, for ``round`` that of ``norm_in_round``.
+        head: The last layer's parameters, which ``adaptive`` does not clip.
+        norm_of: Returns the norm of each output unit.
     """
     parameters = list(parameters)
     if how in ("norm", "round"):
@@ -117,7 +118,8 @@ def clip(
 def chosen(how: str, limit: float, drifts: bool) -> tuple[str, float]:
     """Return way and limit of clipping; ``auto`` is ``round`` if ``drifts``, else ``none``.
 
-    ``drifts``: whether clients' weights could move far from the shared weights in a round.
+    ``drifts``: whether clients' weights could move far from the shared weights in a
+    round.
     """
     if how != "auto":
         return how, limit
@@ -127,10 +129,11 @@ def chosen(how: str, limit: float, drifts: bool) -> tuple[str, float]:
 def bounded(
     method: Method, clip: str, optimizers: Mapping[int, Optimizer], settings: LocalTraining
 ) -> tuple[Method, dict[int, LocalTraining]]:
-    """Choose the clipping of ``clip="auto"``: SGD moves weights by a limited distance per round.
+    """Choose the clipping of ``clip="auto"``, with which SGD moves weights by a limited distance per round.
 
-    Nothing changes with ``clip="none"``, another optimiser than SGD, control variates (SCAFFOLD), or a method that
-    does not normalise its first batch with shared statistics. Return method, and settings by ``optimizers``' keys.
+    Nothing changes with ``clip="none"``, another optimiser, control variates (SCAFFOLD),
+    or a method that does not normalise its first batch with shared statistics. Return
+    method, and settings by ``optimizers``' keys.
     """
     check_name("clip", clip, ("auto", "none"))
     if clip == "none" or not all(isinstance(one, SGD) for one in optimizers.values()) or settings.objective.travels:
@@ -175,9 +178,10 @@ def _unit_norm_of_rows(x: Tensor) -> Tensor:
 def clip_adaptive(parameters: Iterable[nn.Parameter], limit: float, norm_of: Callable[[Tensor], Tensor]) -> None:
     """Clip each output unit's gradient, in place, to ``limit`` times the norm of its weights.
 
-    High-Performance Large-Scale Image Recognition Without Normalization, Brock, De, Smith, Simonyan, ICML 2021,
-    equation 3. Clients of FedWon clip so. A bias or scale (one axis) counts as one unit, and a norm below
-    ``SMALLEST`` as ``SMALLEST``. As in the paper, the last layer is not clipped: the caller leaves it out.
+    High-Performance Large-Scale Image Recognition Without Normalization, Brock, De,
+    Smith, Simonyan, ICML 2021, equation 3. Clients of FedWon clip so. A bias or scale
+    counts as one unit, and a norm below ``SMALLEST`` as ``SMALLEST``. As in the paper,
+    the last layer is not clipped: the caller leaves it out.
     """
     for p in parameters:
         if p.grad is not None:

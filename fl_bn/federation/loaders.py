@@ -17,16 +17,17 @@ from fl_bn.federation.training import BATCHES, IndexBatches
 from fl_bn.task import Task
 
 Loader = Iterable[Any]
-"""Batches that can be iterated over many times, such as a DataLoader or a list. The task reads each batch."""
+"""Batches to iterate over many times, such as a DataLoader or a list."""
 
 
 def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
     """Check that ``loader`` can be iterated over, more than once if ``again``.
 
-    ``whose`` is the start of the error message, such as ``client 3``.
+    ``whose`` begins the error message, such as ``client 3``.
 
     Raises:
-        ValueError: ``loader`` is no iterable, a list of loaders, or an iterator (a generator) despite ``again``.
+        ValueError: ``loader`` is no iterable, a list of loaders, or an iterator (a
+            generator) despite ``again``.
     """
     loaders = isinstance(loader, list | tuple) and loader and isinstance(loader[0], DataLoader | SeededBatches)
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
@@ -41,10 +42,11 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
 def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
     """Check that ``loader`` is no single batch, and no list or dataset of single samples.
 
-    For a task that overrides ``read``, and so may take any batches, check nothing.
+    A task that overrides ``read`` may take any batches.
 
     Raises:
-        ValueError: ``loader`` or its first element is a tensor, or it is a dict, or a list or dataset of samples.
+        ValueError: ``loader`` or its first element is a tensor, or it is a dict, or a
+            list or dataset of samples.
     """
     first = loader[0] if isinstance(loader, list | tuple) and loader else None
     kinds = (Mapping, torch.Tensor, TensorDataset, Subset, ConcatDataset)
@@ -69,9 +71,9 @@ def check_clients(clients: Any) -> None:
 class SeededBatches:
     """Divide a client's samples into batches, in an order that the seed decides.
 
-    The order of the samples depends only on the seed, the client and the round. If one sample is left at the end,
-    that sample joins the batch before, because a single sample has no variance. A client with only one sample
-    trains only if the method needs no batch statistics.
+    The order depends only on seed, client and round. A single sample at the end, which
+    has no variance, joins the batch before. A client with one sample trains only if the
+    method needs no batch statistics.
 
     >>> from fl_bn import SeededBatches
     >>> batches = SeededBatches(torch.randn(20, 4), torch.zeros(20, dtype=torch.int64), batch_size=8)
@@ -79,14 +81,15 @@ class SeededBatches:
     [8, 8, 4]
 
     Args:
-        x: Inputs (N, ...): floats or whole numbers as the network takes them, or uint8 images (N, C, H, W), which
-            are scaled to -1..1. A ``Federation`` converts floats to the network's dtype.
+        x: Inputs (N, ...): floats (a ``Federation`` converts them to the network's dtype)
+            or whole numbers, or uint8 images (N, C, H, W), scaled to -1..1.
         y: The task's targets (N, ...).
         batch_size: The number of samples of a batch.
 
     Raises:
-        ValueError: ``x`` and ``y`` are no tensors, or have different lengths, or ``batch_size`` is no positive
-            whole number. Or ``x`` is uint8 with fewer than 3 axes, or holds other whole numbers and has more.
+        ValueError: ``x`` and ``y`` are no tensors or differ in length, ``batch_size`` is
+            no positive whole number, or ``x`` is uint8 with fewer than 3 axes, or has
+            other whole numbers and more axes.
     """
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor, batch_size: int) -> None:
@@ -113,7 +116,6 @@ class SeededBatches:
         return made
 
     def __len__(self) -> int:
-        """Return the number of batches of one pass."""
         return min(1, len(self.samples)) + len(cuts(len(self.samples), self.batch_size))
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

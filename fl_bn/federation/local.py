@@ -23,11 +23,11 @@ from fl_bn.methods import NORMALISERS, StatisticsPass
 from fl_bn.task import CLASSIFICATION, MetricState, Task, to_device
 
 NO_VARIANCE = "more than 1 value per channel"
-"""A part of the messages of torch and of HBN's layer, where a batch gives a layer one value per channel."""
+"""A part of the messages of torch and HBN about one value per channel."""
 Forward = Callable[[nn.Module, Any], Any]
-"""``forward(network, inputs)`` runs a network on a batch of inputs. Default: ``network(inputs)``."""
+"""``forward(network, inputs)`` runs a network on a batch of inputs."""
 PASS_BATCH = 256
-"""The number of samples in one forward pass of a statistics pass."""
+"""The samples in one forward pass of a statistics pass."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,10 @@ class Samples:
     """Hold samples of one client.
 
     Attributes:
-        x: Inputs: uint8 images (N, C, H, W), or float32 (N, ...) as the network takes them.
-        y: Targets: classes int64 (N,); masks (N, H, W) with 255 for pixels without label; values float32 (N,) or (N, D);
-            or sets of labels (N, K), each 0 or 1.
+        x: Inputs: uint8 images (N, C, H, W), or float32 (N, ...) as the network takes
+            them.
+        y: Targets: classes int64 (N,); masks (N, H, W) with 255 for pixels without label;
+            values float32 (N,) or (N, D); or sets of labels (N, K), each 0 or 1.
     """
 
     x: Tensor
@@ -47,18 +48,16 @@ class Samples:
         return len(self.y)
 
     def batch(self, index: np.ndarray, like: Tensor, augment: Augment | None = None) -> tuple[Tensor, Tensor]:
-        """Return a batch: inputs (B, ...), images scaled to -1..1, and targets (B, ...).
+        """Return inputs (B, ...), images scaled to -1..1, and targets (B, ...) of samples ``index`` (B,).
 
-        Args:
-            index: The indices of the samples of the batch (B,).
-            like: A tensor with the device for both results, and the dtype for the inputs.
-            augment: Changes inputs and targets before images are scaled. None: no changes.
+        They have the device of ``like``, inputs its dtype. ``augment`` changes them
+        before images are scaled.
         """
         x, y = self.rows(index, augment)
         return to_input(x.to(like.device), like.dtype), y.to(like.device)
 
     def rows(self, index: np.ndarray, augment: Augment | None = None) -> tuple[Tensor, Tensor]:
-        """Return a batch, changed by ``augment``, but neither scaled nor moved to a device."""
+        """Return a batch, changed by ``augment``, but neither scaled nor moved."""
         chosen = torch.from_numpy(index)
         x, y = self.x.index_select(0, chosen), self.y.index_select(0, chosen)
         return (x, y) if augment is None else augment(x, y)
@@ -86,17 +85,18 @@ def statistics_pass(
 ) -> dict[str, Moments]:
     """Measure the moments that ``how`` describes, of every layer, in evaluation mode.
 
-    The model stays unchanged. Random samples and batches come from ``rng``. Moments with which training normalises
-    (``NORMALISERS``) need two samples, and random batches of training's ``batch_size``, on which they depend.
+    The model stays unchanged. Moments with which training normalises (``NORMALISERS``)
+    need two samples, and random batches (by ``rng``) of training's ``batch_size``, on
+    which they depend.
     """
     like = inputs_like(model)
     return measured(model, (samples.batch(index, like)[0] for index in pieces(len(samples), how, rng, batch_size)), how)
 
 
 def pieces(n: int, how: StatisticsPass, rng: np.random.Generator, batch_size: int = PASS_BATCH) -> list[np.ndarray]:
-    """Return the indices of each batch, for a statistics pass over ``n`` samples.
+    """Return each batch's indices, for a statistics pass over ``n`` samples.
 
-    The list is empty if the pass measures ``NORMALISERS`` on fewer than two samples.
+    There are none if the pass measures ``NORMALISERS`` on fewer than two samples.
     """
     chosen = np.arange(n)
     if 0 < how.samples < n:
@@ -111,9 +111,9 @@ def pieces(n: int, how: StatisticsPass, rng: np.random.Generator, batch_size: in
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 0, task: Task = CLASSIFICATION) -> MetricState:
-    """Return the metrics of ``task`` for ``model`` on ``data``. It stays in evaluation mode.
+    """Return the metrics of ``task`` for ``model``, which stays in evaluation mode, on ``data``.
 
-    For ``Samples``, a ``batch_size`` of 0 is 500, or 8 if the targets are masks, which are large.
+    For ``Samples``, a ``batch_size`` of 0 is 500, or 8 for masks, which are large.
     """
     model.eval()
     state, like = task.state(), inputs_like(model)
@@ -137,9 +137,9 @@ def measured(
 ) -> dict[str, Moments]:
     """Measure the moments that ``how`` describes, of every layer, over ``batches`` of inputs.
 
-    The model stays unchanged and in evaluation mode, without random numbers. If ``how.lower_layers`` is "hybrid",
-    HBN's layers, but those of ``held_layers``, normalise with their mixture, as in training. A batch that then
-    gives a layer one value per channel is left out.
+    The model stays unchanged and in evaluation mode. If ``how.lower_layers`` is "hybrid",
+    HBN's layers, but those of ``held_layers``, normalise with their mixture, as in
+    training. A batch that then gives a layer one value per channel is left out.
     """
     with measuring(model, how) as observed:
         for x in batches:
@@ -168,10 +168,7 @@ def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[
 
 
 def generators(loader: Any) -> list[torch.Generator]:
-    """Return a DataLoader's and its samplers' ``torch.Generator`` objects, for checkpoints.
-
-    These are the loader's own generator, and those of ``sampler``, ``batch_sampler`` and ``batch_sampler.sampler``.
-    """
+    """Return the ``torch.Generator`` objects of a DataLoader and its samplers, for checkpoints."""
     found: dict[int, torch.Generator] = {}
     seen, waiting = set[int](), [loader]
     while waiting:
@@ -187,7 +184,7 @@ def generators(loader: Any) -> list[torch.Generator]:
 
 @contextmanager
 def unmoved(loaders: Iterable[Any]) -> Iterator[None]:
-    """Restore the generators of ``loaders`` at the end of the ``with`` block."""
+    """Restore the generators of ``loaders`` at the end of the block."""
     before = {id(one): (one, one.get_state()) for loader in loaders for one in generators(loader)}
     try:
         yield

@@ -32,10 +32,10 @@ _TORCHS = frozenset(vars(nn.Module()))  # torch's own bookkeeping: tensors, subm
 
 
 class Network:
-    """Lend copies of ``model`` for training and testing. ``model`` itself is never changed.
+    """Lend copies of ``model``, converted for ``method``, for training and testing.
 
-    ``model`` must be converted for ``method``. Returned copies are reset and lent again, so there are only as
-    many as are in use at a time. Schemas and other values of model and method are computed once.
+    ``model`` itself never changes. Copies are reset and lent again, so there are only as
+    many as are in use at a time.
     """
 
     def __init__(self, model: nn.Module, method: Method, device: torch.device | None = None) -> None:
@@ -46,7 +46,7 @@ class Network:
 
     @contextmanager
     def lend(self) -> Iterator[Copy]:
-        """Lend a copy of ``model`` in its state, for the ``with`` block, on ``device``."""
+        """Lend a copy of ``model`` in its state, for the block, on ``device``."""
         if self._back:
             lent, pristine = self._back.pop()
             pristine.restore()
@@ -60,7 +60,7 @@ class Network:
                 self._back.append((lent, pristine))
 
     def keep(self, most: int) -> None:
-        """Delete copies that are not lent now, so that at most ``most`` of these are left."""
+        """Delete unused copies, so that at most ``most`` of these are left."""
         del self._back[most:]
 
     @cached_property
@@ -79,7 +79,7 @@ class Network:
         return centred_weights(self.original)
 
     def instruction(self, auxiliary: Sequence[Auxiliary] = ()) -> schema.Schema:
-        """Return the schema of the instruction with ``auxiliary`` tensors."""
+        """Return the instruction's schema with ``auxiliary`` tensors."""
         if (key := tuple(auxiliary)) not in self._schemas:
             self._schemas[key] = schema.instruction(self.original, self.locality, key)
         return self._schemas[key]
@@ -94,7 +94,7 @@ class Network:
 class Copy:
     """Hold a round's model, and load tensors into it faster than ``load_state_dict`` does.
 
-    From ``Network.lend`` it is a copy of the network's model, from ``Copy.of`` the user's model itself.
+    From ``Network.lend`` it is a copy, from ``Copy.of`` the user's model itself.
     """
 
     def __init__(self, model: nn.Module, network: Network) -> None:
@@ -103,7 +103,7 @@ class Copy:
 
     @classmethod
     def of(cls, model: nn.Module, method: Method) -> Copy:
-        """Hold the user's ``model`` itself, which must be converted for ``method`` already."""
+        """Hold the user's ``model`` itself, already converted for ``method``."""
         return cls(model, Network(model, method))
 
     @property
@@ -114,7 +114,7 @@ class Copy:
         return {name: tensors[key].detach() for name, (tensors, key) in self._slots.items()}
 
     def trainable(self, phase: Phase) -> dict[str, nn.Parameter]:
-        """Return the parameters that learn and that are not frozen in ``phase``, by name."""
+        """Return the parameters that learn and are not frozen in ``phase``, by name."""
         role = self.network.locality.role
         frozen = self.network.method.frozen if phase is Phase.FROZEN else frozenset()
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad and role[name] not in frozen}
@@ -163,7 +163,8 @@ class _Pristine:
 def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]] | None:
     """Return each state_dict tensor's name -> (dict of its module, its key in the dict).
 
-    The dicts stay valid if ``model.to`` replaces tensors. None: a module loads a state_dict in its own way.
+    The dicts stay valid if ``model.to`` replaces tensors. None: a module loads in its own
+    way.
     """
     if not all(map(_has_no_way, model.modules())):
         return None
@@ -183,7 +184,7 @@ def _has_no_way(module: nn.Module) -> bool:
 
 
 def _plain(value: Any) -> bool:
-    """Tell whether ``value`` consists of plain Python values, so that a copy is complete."""
+    """Tell whether ``value`` has plain Python values only, so that a copy is complete."""
     if isinstance(value, tuple | list | set | frozenset):
         return all(map(_plain, value))
     if isinstance(value, dict):

@@ -1,18 +1,19 @@
 """Define the optimisers of clients, and of the server, which steps along pseudo-gradients.
 
-FedAvg: McMahan et al., AISTATS 2017. FedAvgM: Measuring the Effects of Non-Identical Data Distribution for
-Federated Visual Classification, Hsu, Qi, Brown, 2019. FedAdagrad, FedAdam, FedYogi: Adaptive Federated
-Optimization, Reddi et al., ICLR 2021, Algorithm 2. FedACG: Communication-Efficient Federated Learning with
-Accelerated Client Gradient, Kim, Kim, Han, CVPR 2024, Algorithm 1.
+FedAvg: McMahan et al., AISTATS 2017. FedAvgM: Measuring the Effects of Non-Identical Data
+Distribution for Federated Visual Classification, Hsu, Qi, Brown, 2019. FedAdagrad,
+FedAdam, FedYogi: Adaptive Federated Optimization, Reddi et al., ICLR 2021, Algorithm 2.
+FedACG: Communication-Efficient Federated Learning with Accelerated Client Gradient, Kim,
+Kim, Han, CVPR 2024, Algorithm 1.
 
-Server optimisers never change statistics: Adam, for example, can make running variances negative.
+Server optimisers never change statistics: Adam, for example, can make running variances
+negative.
 
-**Eager optimisers.** torch's optimizers import the compiler (``torch.compile``) in the first call, which
-takes 1.5 s of processor time in every process (torch 2.15). Classes derived from ``Eager`` run the same
-functions without it, so they give the same bits, but ``torch.compile`` cannot trace them.
-
-A step of the default network takes 69 us with this module's ``SGD``, and 87 us with
-``torch.optim.SGD(foreach=True)``. ``fused=True`` (42 us) imports the compiler, too, and its bits differ.
+**Eager optimisers.** torch's optimizers import the compiler in the first call, which
+takes 1.5 s in every process (torch 2.15). Classes derived from ``Eager`` give the same
+bits without it, but ``torch.compile`` cannot trace them. A step of the default network
+takes 69 us, and 87 us with ``torch.optim.SGD(foreach=True)``. ``fused=True`` (42 us)
+imports the compiler, and its bits differ.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ from fl_bn.options import Options, option, takes
 from fl_bn.support.names import check_name
 
 Gradient = Callable[[Tensor, Tensor, torch.dtype], Tensor]
-"""A function that returns a weight's gradient in float64. Its arguments are the weight in float64, the clients' average
-(a tensor that the function may overwrite), and the dtype in which the weight is stored. See ``aggregation.difference``.
+"""Returns a weight's gradient in float64, see ``aggregation.difference``.
+
+Its arguments are the weight in float64, the clients' average, which may be overwritten,
+and the dtype in which the weight is stored.
 """
 
 
 class Eager(optim.Optimizer):
     """Replace methods of torch's optimizers by versions that do not import torch's compiler.
 
-    Derive from this class alone, or from this class first and an optimizer class of torch second.
+    Derive from this class alone, or from it first and an optimizer of torch second.
     """
 
     add_param_group = inspect.unwrap(optim.Optimizer.add_param_group)
@@ -54,12 +57,12 @@ class Eager(optim.Optimizer):
 
 
 def _eager(kind: type[Optimizer]) -> Callable[..., Any]:
-    """Return the method ``step`` of one of torch's classes, for a class derived from ``Eager``."""
+    """Return ``step`` of one of torch's classes, for a class derived from ``Eager``."""
     own: Any = inspect.unwrap(kind.step)
 
     @torch.no_grad()
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step. Return the loss of ``closure`` if one is given."""
+        """Make one step, and return the loss of ``closure``, if any."""
         return own(self, closure)
 
     step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it at the first construction
@@ -67,13 +70,13 @@ def _eager(kind: type[Optimizer]) -> Callable[..., Any]:
 
 
 class SGD(Eager, optim.SGD):
-    """Optimise as ``torch.optim.SGD``, bit for bit, without importing torch's compiler."""
+    """Optimise as ``torch.optim.SGD``, bit for bit, see ``Eager``."""
 
     step = _eager(optim.SGD)
 
 
 class Adam(Eager, optim.Adam):
-    """Optimise as ``torch.optim.Adam``, bit for bit, without importing torch's compiler."""
+    """Optimise as ``torch.optim.Adam``, bit for bit, see ``Eager``."""
 
     step = _eager(optim.Adam)
 
@@ -86,10 +89,12 @@ def first_rate(optimizer: Optimizer) -> float | None:
 class FedOpt(Eager):
     """Step by Algorithm 2 of Adaptive Federated Optimization, as published.
 
-    As in the paper, there is no bias correction, and the second moment v starts as tau^2. ``kind`` is
-    ``fedadagrad``, ``fedadam`` or ``fedyogi``. ``tau`` keeps the step finite where gradients are small.
+    There is no bias correction, and the second moment v starts as tau^2. ``kind`` is
+    ``fedadagrad``, ``fedadam`` or ``fedyogi``. ``tau`` keeps the step finite where
+    gradients are small.
 
-    Symbols: Delta -> minus the gradient, m -> first, v -> second, eta -> lr, beta_1 -> beta1, beta_2 -> beta2.
+    Symbols: Delta -> minus the gradient, m -> first, v -> second, eta -> lr, beta_1 ->
+    beta1, beta_2 -> beta2.
     """
 
     def __init__(self, parameters: list[nn.Parameter], kind: str, lr: float, beta1: float, beta2: float, tau: float) -> None:
@@ -97,7 +102,7 @@ class FedOpt(Eager):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Make one step. ``closure`` is not used."""
+        """Make one step, without ``closure``."""
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
                 state, delta = self.state[p], -p.grad
@@ -118,7 +123,8 @@ class FedOpt(Eager):
 class FedACG(Eager):
     """Set the weights to the clients' average, and store the movement: FedACG's server half.
 
-    Clients start at ``weights + momentum * movement`` (``lookahead``). The paper's local penalty is FedProx's.
+    Clients start at ``weights + momentum * movement`` (``lookahead``). The paper's local
+    penalty is FedProx's.
 
     Symbols: theta -> the weights, m -> movement, lambda -> momentum.
     """
@@ -128,7 +134,7 @@ class FedACG(Eager):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Make one step. ``closure`` is not used."""
+        """Make one step, without ``closure``."""
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
                 self.state[p]["movement"] = -p.grad
@@ -138,11 +144,8 @@ class FedACG(Eager):
 class ServerOptimizer:
     """Step shared weights by any torch optimiser along the pseudo-gradient, tensor by tensor.
 
-    It works in float64, on the server's weights. The pseudo-gradient is the weights minus the clients' average
-    (``aggregation.difference``). So a step of SGD with learning rate 1 gives the average itself.
-
-    Args:
-        make: Makes the torch optimiser of a list of parameters.
+    It works in float64, along ``aggregation.difference``. ``make`` makes the torch
+    optimiser of a list of parameters.
     """
 
     def __init__(self, make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
@@ -159,7 +162,7 @@ class ServerOptimizer:
     def step(self, weights: Named, gradient: Named, learning_rate_factor: float = 1.0) -> dict[str, Tensor]:
         """Return the weights that have a gradient after one step, in float64.
 
-        The step size is multiplied by ``learning_rate_factor``.
+        ``learning_rate_factor`` multiplies the step size.
         """
         result = {name: tensor.to(torch.float64, copy=True) for name, tensor in gradient.items()}
         self.step_within(weights, result, None, learning_rate_factor)
@@ -170,10 +173,10 @@ class ServerOptimizer:
 
         Args:
             weights: Name -> weight before the step.
-            tensors: Name -> float64 tensor: the gradient, or the clients' average from which ``gradient`` computes
-                the gradient. Each tensor is overwritten with the new weight.
-            gradient: Computes the gradient, see ``Gradient``. Default: ``tensors`` are the gradients.
-            learning_rate_factor: The factor by which the step size is multiplied.
+            tensors: Name -> float64 tensor, overwritten with the new weight: the
+                gradient, or what ``gradient`` takes.
+            gradient: Computes the gradient from the clients' average, see ``Gradient``.
+            learning_rate_factor: Multiplies the step size.
         """
         if not tensors:  # nothing is shared
             return
@@ -211,10 +214,7 @@ class ServerOptimizer:
         return self._optimizer
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return ``buffer/weight`` -> the optimiser's buffer (momentum, moments, step counts).
-
-        The result is empty for plain SGD, and before the first step.
-        """
+        """Return ``buffer/weight`` -> the optimiser's buffer, if any."""
         if self._optimizer is None:
             return {}
         state = {name: self._optimizer.state[parameter] for name, parameter in self._parameters.items()}
@@ -258,7 +258,7 @@ def _adaptivity() -> Any:
 
 @dataclass(frozen=True)
 class FedAvgOptions(Options):
-    """Hold the options of FedAvg, which all server optimisers have but FedACG: that takes the average."""
+    """Hold the options of FedAvg, which all server optimisers have but FedACG."""
 
     name: ClassVar[str] = "fedavg"
     learning_rate: float = option(
@@ -297,7 +297,7 @@ class FedAdagradOptions(FedAvgOptions):
 
 @takes(FedAdagradOptions)
 def fedadagrad(options: FedAdagradOptions) -> ServerOptimizer:
-    """Make FedAdagrad, see ``FedOpt``."""
+    """Make FedAdagrad."""
     return _adaptive(options, beta2=0.0)
 
 
@@ -313,20 +313,20 @@ class FedAdamOptions(FedAvgOptions):
 
 @takes(FedAdamOptions)
 def fedadam(options: FedAdamOptions) -> ServerOptimizer:
-    """Make FedAdam, see ``FedOpt``."""
+    """Make FedAdam."""
     return _adaptive(options, options.beta2)
 
 
 @dataclass(frozen=True)
 class FedYogiOptions(FedAdamOptions):
-    """Hold the options of FedYogi, which are those of FedAdam."""
+    """Hold the options of FedYogi."""
 
     name: ClassVar[str] = "fedyogi"
 
 
 @takes(FedYogiOptions)
 def fedyogi(options: FedYogiOptions) -> ServerOptimizer:
-    """Make FedYogi, see ``FedOpt``."""
+    """Make FedYogi."""
     return _adaptive(options, options.beta2)
 
 
@@ -345,7 +345,7 @@ class FedACGOptions(Options):
 
 @takes(FedACGOptions)
 def fedacg(options: FedACGOptions) -> ServerOptimizer:
-    """Make FedACG, see ``FedACG``."""
+    """Make FedACG."""
     return ServerOptimizer(partial(FedACG, momentum=options.momentum))
 
 

@@ -30,7 +30,7 @@ from fl_bn.objectives import PLAIN, Objective
 
 LOGGER = logging.getLogger("flwr")
 _SAID = set[tuple[str, str]]()
-"""The networks and methods of whose lower learning rate this process has spoken."""
+"""Networks and methods whose lower learning rate was told."""
 
 
 @contextmanager
@@ -55,20 +55,21 @@ def local_round(
     >>> reply, kept = round.reply(samples=16)  # send the reply, keep the state; more: docs/how-to/loop.md
 
     Args:
-        model: ``convert(net, method)``, the client's own copy of the network. The server's tensors are loaded into
-            it, and the loop trains it.
+        model: ``convert(net, method)``, the client's own copy of the network. The loop
+            trains it from the server's tensors.
         method: The method, the same as the server's.
         instruction: The server's instruction.
-        kept: The state that ``round.reply`` returned in the client's last round. Default: no state, for its first
-            round.
-        objective: The local objective. If it is not the default, the loop must call ``round.backward``.
-        connect: Joins FedTAN's layer-wise exchange, see ``recording.Connect``. Other methods do not need it.
+        kept: The state from ``round.reply`` in the client's last round. Default: none,
+            for its first one.
+        objective: The local objective. With one, the loop must call ``round.backward``.
+        connect: Joins FedTAN's layer-wise exchange, see ``recording.Connect``.
 
     Yields:
-        The client's round. After the ``with`` block, its method ``reply`` makes the reply to the server.
+        The client's round. After the block, its ``reply`` makes the reply to the server.
 
     Raises:
-        ValueError: Method, objective and instruction do not fit together. Or another round still trains ``model``.
+        ValueError: Method, objective and instruction do not fit, or another round still
+            trains ``model``.
         ContractBroken: The network or the loop did not keep docs/contract.md.
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
@@ -94,11 +95,11 @@ def client_model(model: nn.Module, method: Method, instruction: Instruction, kep
     False
 
     Args:
-        model: The network as you wrote it, not converted. It stays unchanged.
+        model: The unconverted network. It stays unchanged.
         method: The method, the same as the server's.
-        instruction: The server's newest instruction. Its tensors are loaded into the network.
-        kept: The state that ``round.reply`` returned in the client's last round. Default: no state, as before its
-            first round.
+        instruction: The server's newest instruction.
+        kept: The state from ``round.reply`` in the client's last round. Default: none, as
+            before its first one.
 
     Raises:
         ValueError: ``model`` or ``method`` differs from the server's.
@@ -109,7 +110,7 @@ def client_model(model: nn.Module, method: Method, instruction: Instruction, kep
 
 
 def _say_rate(round: LocalRound) -> None:
-    """Say in the process's first round with frozen statistics that the learning rate drops."""
+    """Say once that the learning rate drops with frozen statistics."""
     instruction, key = round.instruction, (round.network.signature, round.method.name)
     if instruction.rate_share < 1 and key not in _SAID:
         _SAID.add(key)
@@ -140,22 +141,25 @@ def server_state(
 
     Args:
         model: The unconverted network. The run starts with its tensors.
-        method: The method. It decides what is shared, and how statistics are combined.
-        rounds: The number of rounds of the run, at least 1. Phases and learning rates depend on it.
+        method: The method of the run.
+        rounds: The run's number of rounds, at least 1, on which phases and learning rates
+            depend.
         clients: The number of all clients.
-        optimizer: Steps along the pseudo-gradient of the shared weights. Default: the new weights are the clients'
-            average.
+        optimizer: Steps along the pseudo-gradient of the weights. Default: they become
+            the clients' average.
         defence: Rules against Byzantine clients. Default: none.
         objective: The clients' local objective. Default: the loss alone.
-        rate: ``rate(round, rounds)`` returns the learning rate for the instructions, a finite number >= 0. A loop of your own
-            may ignore it. To pickle the state, give a function of a module, no ``lambda``. Default: 0.05 in all rounds.
+        rate: ``rate(round, rounds)`` returns the instructions' learning rate, finite and
+            >= 0, which your own loop may ignore. To pickle the state, give no ``lambda``.
+            Default: 0.05.
 
     Returns:
-        The state. Its ``instruction()`` is for the clients of the next round.
+        The state. Its ``instruction()`` is for the next round's clients.
 
     Raises:
-        ValueError: Method, objective and defence do not fit together. Or the method needs BatchNorm, and ``model`` has none. Or
-            ``rounds`` is no whole number >= 1, or ``rate`` gives a wrong rate for the first or the last round.
+        ValueError: Method, objective and defence do not fit, the method needs BatchNorm
+            but ``model`` has none, ``rounds`` is no whole number >= 1, or ``rate`` is
+            wrong for the first or the last round.
     """
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
         raise ValueError(f"rounds must be a whole number >= 1 (the number of rounds of the run), but got {rounds!r}")
@@ -184,15 +188,16 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
     True
 
     Args:
-        state: The state before the round. It stays unchanged: the round takes place in a copy.
-        replies: The replies of the clients, the first value of ``round.reply``.
-        exchange: The session of FedTAN's layer-wise exchange. Default: there was none.
+        state: The state before the round. It stays unchanged.
+        replies: The clients' replies, the first value of ``round.reply``.
+        exchange: The session of FedTAN's layer-wise exchange, if any.
 
     Returns:
-        The state after the round, and the round's record. The record names refused replies with the reasons.
+        The state after the round, and its record, which names refused replies with the
+        reasons.
 
     Raises:
-        ValueError: The last round of the run is over, or ``rate`` gives a wrong learning rate for the round.
+        ValueError: The run is over, or ``rate`` gives a wrong learning rate.
     """
     if state.round >= state.rounds:
         raise ValueError(

@@ -1,9 +1,10 @@
 """Make statistics-only exchanges: clients measure with the present weights, the server pools.
 
-In a pass, every client makes one forward pass, and one exchange follows. Pass p makes the statistics of
-layers 1..p exact. Passes take place before round 1 (``calibrate``), and before evaluations (HBN, static BN:
-``Method.refresh``). A run of 0 rounds is passes only, a re-calibration. If all clients can run at the same
-time, one pass that goes layer by layer makes all layers exact (``federation.client_pass``).
+In a pass, every client makes one forward pass, and one exchange follows: pass p makes
+layers 1..p exact. Passes take place before round 1 (``calibrate``), before evaluations
+(HBN, static BN: ``Method.refresh``), and alone in a run of 0 rounds. If all clients can
+run at the same time, one pass that goes layer by layer makes all layers exact
+(``federation.client_pass``).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NOT_MEASURED = (
 )
 MISSING = "{client}'s statistics are missing from the exchange: {reason}"
 Ask = Callable[[Instruction], RoundReplies | None]
-"""A function that lets clients measure, and returns their replies. It returns None if the transport cannot do so."""
+"""Lets clients measure, and returns their replies, or None if the transport cannot do so."""
 
 
 class TooFewMeasured(Exception):
@@ -45,7 +46,7 @@ class Measured:
 
     Attributes:
         outcome: How far the statistics moved, and how many clients were measured.
-        record: The record of the exchange. Its ``round`` is the number of the pass.
+        record: The exchange's record. Its ``round`` is the number of the pass.
     """
 
     tensors: Named
@@ -55,10 +56,9 @@ class Measured:
 
 
 class Passes:
-    """Make the statistics-only exchanges of a run, which change the server's statistics.
+    """Make the statistics-only exchanges of a run, with ``outcomes``, which change the server's statistics.
 
-    If each exchange costs privacy (``private``), there are none before round 1 unless the run config asks for
-    them. ``outcomes`` has their results.
+    If each costs privacy (``private``), there are none before round 1 unless asked for.
     """
 
     def __init__(self, server: Server, private: bool = False) -> None:
@@ -72,13 +72,14 @@ class Passes:
         return UNTIL_STILL if self.server.method.uses_shared(rounds) and not self.private else 0
 
     def why_idle(self) -> str:
-        """Return why a run of 0 rounds would do nothing. Empty: it measures statistics."""
+        """Return why a run of 0 rounds would do nothing, if it would."""
         return why_not(self.server.model, self.server.method) or ("" if self.calibration(0) else IDLE)
 
     def rescales(self, rounds: int) -> bool:
         """Tell whether weights are rescaled before round 1 (``federation.unit_scale``).
 
-        They are if ``unit_scale`` is on, and the method normalises the first batch with calibrated statistics.
+        They are with ``unit_scale``, if the method normalises the first batch with
+        calibrated statistics.
         """
         policy = self.server.policy
         return policy.unit_scale and rounds > 0 and self.calibration(rounds) != 0 and self.server.method.uses_shared(rounds)
@@ -88,8 +89,8 @@ class Passes:
     ) -> Named:
         """Make the exchanges before round 1, and rescale if ``rescales``. Return round 1's tensors.
 
-        With 0 rounds the run consists only of these exchanges, and each needs the replies of as many clients as a
-        round does. ``show`` is then called with the state before the exchanges, and with the result of each.
+        In a run of 0 rounds, each needs as many replies as a round does, and ``show`` is
+        called with the state before the exchanges, and with each result.
 
         Raises:
             TooFewMeasured: In a run of 0 rounds, too few clients measured.
@@ -124,8 +125,9 @@ class Passes:
     def refreshed(self, transport: Transport, round: int, tensors: Named) -> Named:
         """Return the shared tensors, statistics renewed for an evaluation by ``Method.refresh``.
 
-        ``EXACT``: those of the union of the clients' data. ``HYBRID``: clients measure the moments with which
-        training normalises. ``REPORTED``: the server combines the statistics of this round's replies.
+        ``EXACT``: those of all clients' data. ``HYBRID``: clients measure the moments
+        with which training normalises. ``REPORTED``: the server combines the statistics
+        of this round's replies.
         """
         method, shared = self.server.method, self.server.shared
         refresh, words = method.refresh, "no exchange"
@@ -143,7 +145,7 @@ class Passes:
 
     @staticmethod
     def _in_words(measured: Measured, asked: int, who: str) -> str:
-        """Say the number of exchanges, and ``who`` took part if all ``asked`` could be used."""
+        """Say the number of exchanges, and ``who`` took part, if all ``asked``."""
         exchanges, clients = measured.record.exchanges or measured.outcome.number, measured.outcome.clients
         return f"{exchanges} exchange{'s' * (exchanges != 1)} with {who if clients >= asked else f'{clients} of {asked} clients'}"
 
@@ -152,8 +154,8 @@ class Passes:
     ) -> Iterator[Measured]:
         """Yield the results of ``most`` exchanges, or of as many as make all layers exact.
 
-        Each starts with the statistics of the one before. They end if one changes no statistic by more than ``tolerance``.
-        If all layers are to be exact and the transport can measure layer by layer, one such pass replaces them.
+        They end if one changes no statistic by more than ``tolerance``. One pass layer by
+        layer replaces them if possible.
         """
         layers = len(self.server.shared.statistics())
         most = layers if most == UNTIL_STILL and self.private else most  # noise changes them every time, and each exchange costs privacy
@@ -218,12 +220,12 @@ class Passes:
 class Newest:
     """Hold a run's model as evaluated last, also in rounds without an evaluation.
 
-    HBN and static BN measure statistics only before an evaluation. The tensors of other rounds are no usable
-    model: under static BN, they have mean 0 and variance 1.
+    HBN and static BN measure statistics only before an evaluation. Other rounds' tensors
+    are no usable model: under static BN, they have mean 0 and variance 1.
 
     Attributes:
         round: The round of these tensors; 0: before round 1.
-        done: The number of the last finished round; 0: none is finished.
+        done: The last finished round; 0: none.
     """
 
     tensors: Named
@@ -231,13 +233,13 @@ class Newest:
     done: int = 0
 
     def take(self, round: int, evaluated: Named) -> None:
-        """Take a finished round's ``evaluated`` tensors. Empty: the model stays the earlier one."""
+        """Take a finished round's ``evaluated`` tensors, if any."""
         self.done = round
         if evaluated:
             self.tensors, self.round = evaluated, round
 
     def say(self, method: Method) -> None:
-        """Log a warning if the run ends early, and its model is that of an earlier round."""
+        """Warn if the run ends early, and its model is that of an earlier round."""
         if method.refresh is Refresh.NOTHING or not self.tensors or self.round == self.done:
             return
         LOGGER.warning(

@@ -18,15 +18,15 @@ from fl_bn.options import REQUIRED, Options, Used, declared, option, refuse
 from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
 
 RECALIBRATIONS = ("auto", "passes", "exchange")
-"""The ways to measure exact statistics of all BatchNorm layers, see ``ServerPolicy.recalibration``."""
+"""The ways to measure exact statistics of all BatchNorm layers."""
 MEMORY = 2**30
-"""Bytes of activations that a process may keep in an exchange that goes layer by layer; beyond, each layer takes a forward pass."""
+"""The most bytes of activations in an exchange that goes layer by layer."""
 UNTIL_STILL = -1  # value of ``calibrate``: as many exchanges as make the statistics of all layers exact
 AS_METHOD = -2  # value of ``calibrate``: like UNTIL_STILL if the method needs it, otherwise none
 MUCH = 0.05
-"""The largest share of their initial values that running statistics may still hold when they freeze (``start_left``)."""
+"""The largest share of initial values in statistics when they freeze (``start_left``)."""
 MOMENTUM = 0.1
-"""The momentum of torch's BatchNorm layers, if the network does not choose another one."""
+"""The momentum of torch's BatchNorm layers by default."""
 
 
 def constant_rate(round: int, rounds: int) -> float:
@@ -35,11 +35,7 @@ def constant_rate(round: int, rounds: int) -> float:
 
 
 def checked_rate(what: str, rate: Callable[[int, int], float], round: int, rounds: int) -> float:
-    """Return what ``rate``, the user's argument ``what``, gives for ``round`` (from 1).
-
-    Raises:
-        ValueError: It is no finite number >= 0.
-    """
+    """Return what ``rate``, the argument ``what``, gives for ``round``, or raise ValueError unless finite and >= 0."""
     value = rate(round, rounds)
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf:
         raise ValueError(f"{what} must return a finite number >= 0, but for round {round} of {rounds} returned {value!r}")
@@ -47,7 +43,7 @@ def checked_rate(what: str, rate: Callable[[int, int], float], round: int, round
 
 
 def unbounded(samples: int) -> int:
-    """Return 0, the default of ``ServerPolicy.planned_steps``: unknown."""
+    """Return 0: unknown, the default of ``ServerPolicy.planned_steps``."""
     return 0
 
 
@@ -64,8 +60,9 @@ def measures_in_the_clear(method: Method, config: Any) -> bool:
 def start_left(method: Method, config: Any, momenta: Iterable[float] = (MOMENTUM,)) -> float:
     """Return the share of initial values (mean 0, variance 1) in statistics when they freeze.
 
-    Every local step multiplies it by 1 - momentum. The layer with the largest share counts. It is 0 if none freeze
-    after round 1, clients send no running statistics, the local steps are unknown, or the network is trained.
+    Every local step multiplies it by 1 - momentum. The layer with the largest share
+    counts. It is 0 if none freeze after round 1, clients send none, the local steps are
+    unknown, or the network is trained.
     """
     rounds, steps = config["rounds"], config["local-steps"]
     before = sum(not method.freezes_statistics(method.phase(round, rounds)) for round in range(1, rounds + 1))
@@ -94,7 +91,7 @@ RESCALES = Used(
 class RunSpec(Options):
     """Hold the options that every run has: a ``Federation``, a Flower app, fl-bn's application.
 
-    Each is declared here once. ``Federation`` and the strategies take them as keyword arguments of the same names.
+    ``Federation`` and the strategies take them as keyword arguments of the same names.
     """
 
     name: ClassVar[str] = "the run"
@@ -119,7 +116,7 @@ class RunSpec(Options):
 
     @property
     def common(self) -> dict[str, Any]:
-        """Return the values of ``RunSpec``'s own fields by name, for another kind of run."""
+        """Return ``RunSpec``'s own fields by name, for another kind of run."""
         return {one.name: getattr(self, one.name) for one in fields(RunSpec)}
 
 
@@ -127,27 +124,29 @@ class RunSpec(Options):
 class ServerPolicy(RunSpec):
     """Describe how the server runs rounds.
 
-    Most fields are options, with their keys in docs/config.md; those of ``RunSpec`` are given by name. Times are
-    in seconds. The defaults differ from those of a run config. By default, the server here evaluates after every
-    round, and does not wait for a client whose process died.
+    Most fields are options, with their keys in docs/config.md; those of ``RunSpec`` are
+    given by name. Times are in seconds. Unlike in a run config, the server by default
+    evaluates after every round, and does not wait for a client whose process died.
 
     Args:
         client_weights: A client's weight in averages: ``samples`` or ``uniform``.
         update: The tensors that clients send, see ``LocalTraining``.
-        rate: ``rate(round, rounds)`` returns the learning rate, a finite number >= 0. Default: 0.05 in all rounds.
+        rate: ``rate(round, rounds)`` returns the learning rate, a finite number >= 0.
+            Default: 0.05.
         exchange: The settings of the layer-wise exchange.
-        max_steps: The number of local steps that the server asks for. No client may claim more. 0: unknown.
-        planned_steps: ``planned_steps(samples)`` returns the largest number of local steps of a client with so
-            many samples, for ``max_steps=0``. 0: unknown.
-        at_clients: Whether models are evaluated on the clients' own test data, although no client has a model of
-            its own.
-        evaluate_share: The share of the clients that evaluate in a round, 0..1. 0: nobody evaluates.
-        evaluate_least: The smallest number of clients that evaluate in a round.
-        auxiliary: The kinds of tensors that are sent with the weights: control variates, momentum
-            (``federation.auxiliary``).
-        objective: The clients' objective as text (``Objective.described``). A client whose loop has another one
-            raises an error. Empty: not checked.
-        registered: Returns node -> name of the site that has this node now, see ``ClientNames``.
+        max_steps: The local steps that the server asks for, the most that a client may
+            claim. 0: unknown.
+        planned_steps: ``planned_steps(samples)`` returns the most local steps of a client
+            with so many samples, for ``max_steps=0``. 0: unknown.
+        at_clients: Whether models are evaluated on the clients' own test data, although
+            no client has its own model.
+        evaluate_share: The share of the clients that evaluate in a round, 0..1.
+        evaluate_least: The fewest clients that evaluate in a round.
+        auxiliary: The kinds of tensors sent with the weights (``federation.auxiliary``).
+        objective: The clients' objective as text (``Objective.described``), checked at
+            the client. Empty: not checked.
+        registered: Returns node -> name of the site that has this node now, see
+            ``ClientNames``.
     """
 
     name: ClassVar[str] = "the round policy"
@@ -262,7 +261,7 @@ class ServerPolicy(RunSpec):
 
     @property
     def least_cohort(self) -> int:
-        """Return the size of the cohort of round 1, the smallest planned one."""
+        """Return the size of round 1's cohort, the smallest planned one."""
         return max(1, int(self.fraction * (self.at_start or self.clients) + 0.5))
 
     @property
@@ -280,6 +279,6 @@ class ServerPolicy(RunSpec):
         return 1.0 if learning_rate >= first else learning_rate / first
 
     def evaluators(self, clients: int) -> int:
-        """Return how many of ``clients`` with a model to evaluate do so in a round."""
+        """Return how many of ``clients`` with a model evaluate in a round."""
         wanted = max(self.evaluate_least, int(self.evaluate_share * clients + 0.5))
         return min(wanted, self.evaluate_clients or wanted)

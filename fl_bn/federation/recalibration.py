@@ -1,15 +1,16 @@
 """Measure the exact statistics of clients' data in every BatchNorm layer of a trained model.
 
-**Re-calibration** takes all clients' data. It is PreciseBN (Rethinking "Batch" in BatchNorm, Wu, Johnson,
-2021, section 3), federated, without its batches. In a pass, clients run the network over their data in
-evaluation mode, with the same constants. So the pooled moments of a layer's input are those of all data,
-given the statistics of the layers below: pass p makes layers 1..p exact. If a pass changes no statistic, all
-layers are exact. Pass p changes only layers 1..p+1 (``unreached``), but all of them if fewer passes than
-layers are asked for: the highest would else keep wrong statistics. These functions work for any torch
-network, converted or not. They never change weights.
+**Re-calibration** on all clients' data is PreciseBN (Rethinking "Batch" in BatchNorm, Wu,
+Johnson, 2021, section 3), federated, without its batches. In a pass, clients run the
+network over their data in evaluation mode, with the same constants. So a layer's pooled
+moments are those of all data, given the statistics of the layers below: pass p makes
+layers 1..p exact, until a pass changes no statistic. It changes only layers 1..p+1
+(``unreached``), but all if fewer passes than layers are asked for: the highest would else
+keep wrong statistics. Networks may be converted or not. Weights never change.
 
-**Adaptation** takes the unlabelled samples of a new client, and a run's tensors. There are three ways to
-choose BatchNorm's affine parameters and statistics. "Known" clients are those that trained:
+**Adaptation** chooses BatchNorm's affine parameters and statistics by a new client's
+unlabelled samples, and a run's tensors, in three ways. "Known" clients are those that
+trained:
 
     average-affine   the mean affine parameters of the known clients, and the new client's own statistics.
                      FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al.,
@@ -20,8 +21,8 @@ choose BatchNorm's affine parameters and statistics. "Known" clients are those t
                      samples are needed. Nado et al., Evaluating Prediction-Time Batch Normalization for
                      Robustness under Covariate Shift, 2020; Schneider et al., NeurIPS 2020
 
-If a method shares the affine parameters, ``average-affine`` and ``recompute`` both take the shared ones, and
-are the same.
+If a method shares the affine parameters, ``average-affine`` and ``recompute`` are the
+same.
 
 Legend: N samples, C channels.
 """
@@ -52,22 +53,22 @@ from fl_bn.support.names import check_name
 
 HOW = AVERAGE_AFFINE, RECOMPUTE, TEST_BATCH = "average-affine", "recompute", "test-batch"
 TOLERANCE = 32.0
-"""Largest relative change of a statistic that counts as no change, in units of the eps of the statistics' dtype.
+"""Largest relative change of a statistic that counts as no change, in units of its dtype's eps.
 
-The change of a mean is relative to its absolute value plus its standard deviation. The change of a variance is relative
-to the variance. On a CPU, a repeated pass gives the same bits. On a GPU, the order of a sum is not fixed, and its rounding
-error is some eps per level of the summation tree. 32 eps are 4e-6 in float32 and 7e-15 in float64.
+A mean's change is relative to its absolute value plus its standard deviation. On a CPU, a
+repeated pass gives the same bits. On a GPU, the order of a sum is not fixed, and its
+rounding error is some eps per level of the summation tree.
 """
 
 
 class Movement(NamedTuple):
     """Describe how far a pass moved a layer's statistics, in the channel that moved most.
 
-    Both numbers use variances plus the layer's ``eps``, as the layer does when it normalises.
+    Variances include the layer's ``eps``, as in normalisation.
 
     Attributes:
-        mean: The largest change of a mean, in standard deviations of the statistics before.
-        variance: New variance / old variance, in the channel in which this factor is farthest from 1.
+        mean: The largest change of a mean, in standard deviations before.
+        variance: New variance / old variance, the factor farthest from 1.
     """
 
     layer: str
@@ -82,10 +83,11 @@ class Pass:
     Attributes:
         number: The number of the pass, from 1.
         clients: How many clients were measured.
-        settled: Whether the pass changed no statistic by more than the tolerance. Another pass would then change none.
-        exchanges: The number of exchanges, if the pass went layer by layer and made all layers exact. Otherwise 0.
-        in_order: Whether all layers kept their statistics, except perhaps the layer that the network registers
-            last. See ``through``.
+        settled: Whether no statistic changed by more than the tolerance, as in any
+            further pass.
+        exchanges: The number of exchanges of a pass that went layer by layer, else 0.
+        in_order: Whether all layers kept their statistics but perhaps the one registered
+            last, see ``through``.
     """
 
     number: int
@@ -109,8 +111,8 @@ class Pass:
     ) -> Pass:
         """Compare running statistics before and after a pass. Without clients, ``settled`` is False.
 
-        ``tolerance`` is the largest change that counts as no change (``TOLERANCE``). ``kept_layers`` keep their old
-        statistics after this pass, see ``unreached``.
+        ``tolerance`` is the largest change that counts as none. ``kept_layers`` keep old
+        statistics (``unreached``).
         """
         settled = clients > 0 and all(_still(old[name], new[name], eps[name], tolerance) for name in new)
         in_order = all(_still(old[name], new[name], eps[name], TOLERANCE) for name in list(new)[:-1])
@@ -126,8 +128,9 @@ class Pass:
 def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
     """Return the ``layers`` that keep their statistics in pass ``number`` of as many as needed.
 
-    A pass changes the layers that it makes exact and one more. Others would be measured under wrong statistics of
-    the layers before. Such errors multiply: those of ResNet-50 overflow float32 within ten passes.
+    A pass changes one more layer than it makes exact. Others would be measured under
+    wrong statistics, whose errors multiply: those of ResNet-50 overflow float32 within
+    ten passes.
     """
     return layers[number + 1 :]
 
@@ -135,8 +138,9 @@ def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
 def through(layers: int, outcome: Pass) -> bool:
     """Tell whether passes may end, since each of ``layers`` layers has exact statistics.
 
-    They may after a pass that changes no statistic, or after pass ``layers`` if only the last layer changed in
-    it. Else the network calls its layers in another order than it registers them: twice as many passes suffice.
+    They may after a pass that changes no statistic, or after pass ``layers`` if it
+    changed the last layer only. Else layers are called in another order than registered:
+    twice as many passes suffice.
     """
     return outcome.settled or outcome.number >= 2 * layers or (outcome.number >= layers and outcome.in_order)
 
@@ -144,17 +148,19 @@ def through(layers: int, outcome: Pass) -> bool:
 def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, tolerance: float = TOLERANCE) -> list[Pass]:
     """Set the running statistics of ``model`` to those of all clients' data (variance unbiased).
 
-    Moments are rounded to the model's dtype, as in messages, so a federated run gives the same bits. Statistics
-    of a layer that the network uses at two depths may converge, but are not exact.
+    Moments are rounded to the model's dtype, so a federated run gives the same bits.
+    Statistics of a layer that the network uses at two depths may converge, but are not
+    exact.
 
     Args:
-        model: The network. Its statistics are set in place.
-        clients: The samples of each client.
+        model: The network, whose statistics are set in place.
+        clients: Each client's samples.
         passes: The largest number of passes; 0: as many as make all layers exact.
-        tolerance: The largest change that counts as no change, see ``TOLERANCE``, and ends the passes.
+        tolerance: The largest change that counts as none, see ``TOLERANCE``.
 
     Raises:
-        ValueError: A BatchNorm layer keeps no running statistics, or there is none, or no client has a sample.
+        ValueError: A BatchNorm layer keeps no running statistics, or there is none, or no
+            client has a sample.
     """
     clients = [samples for samples in clients if len(samples)]
     reason = without_statistics(model)
@@ -174,7 +180,7 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
 
 
 def why_not(model: nn.Module, method: Method, trains: bool = False) -> str:
-    """Return why ``method`` cannot re-calibrate the converted ``model``; empty if it can.
+    """Return why ``method`` cannot re-calibrate the converted ``model``, if so.
 
     In a run that ``trains``, clients have the statistics that they keep.
     """
@@ -188,7 +194,7 @@ def why_not(model: nn.Module, method: Method, trains: bool = False) -> str:
 
 
 def without_statistics(model: nn.Module) -> str:
-    """Return why ``model`` has no running statistics; empty if all BatchNorm layers have some."""
+    """Return why ``model`` has no running statistics, if so."""
     layers = batch_norms(model)
     if not layers:
         return "this model has no BatchNorm layer, so there are no running statistics to re-calibrate"
@@ -201,7 +207,7 @@ def without_statistics(model: nn.Module) -> str:
 
 
 def epsilons(model: nn.Module) -> dict[str, float]:
-    """Return layer -> epsilon, the number that BatchNorm adds to the variance."""
+    """Return layer -> epsilon, which BatchNorm adds to the variance."""
     return {name: layer.eps for name, layer in batch_norms(model).items()}
 
 
@@ -232,8 +238,8 @@ class Known:
 
     Attributes:
         shared: The server's tensors.
-        clients: Name of a known client -> all tensors of its model. Empty if clients keep none, or if not available.
-        average: The average of the tensors that clients keep. Give it if ``clients`` is empty.
+        clients: A known client's name -> all tensors of its model, if available.
+        average: The average of the tensors that clients keep, if ``clients`` is empty.
     """
 
     shared: Named
@@ -245,7 +251,8 @@ class Adaptation:
     """Make models for new clients from a finished run. ``network`` is unconverted, and stays unchanged.
 
     Raises:
-        NotAdaptable: The method shares no tensor, the network has no statistics, or ``known`` is another one's.
+        NotAdaptable: The method shares no tensor, the network has no statistics, or
+            ``known`` is another one's.
     """
 
     def __init__(self, network: nn.Module, method: Method, known: Known) -> None:
@@ -273,7 +280,7 @@ class Adaptation:
         return None if any(name not in self._average for name in self._kept) else self._with(self._average)
 
     def refusal(self, how: str) -> str:
-        """Return why this run's model cannot be adapted in the way ``how``; empty if it can."""
+        """Return why this run's model cannot be adapted by ``how``, if so."""
         check_name("how to adapt", how, HOW)
         if how in (AVERAGE_AFFINE, TEST_BATCH) and any(name not in self._average for name in self._affine):
             return f"{how}: the affine parameters that {self.method.name} keeps at the clients, or their average, are needed, but not given"
@@ -282,11 +289,12 @@ class Adaptation:
     def adapt(self, how: str, x: Tensor) -> nn.Module:
         """Return the model adapted to the samples ``x`` (N, ...) in the way ``how``, one of ``HOW``.
 
-        With ``test-batch``, ``x`` is not used, and the model has the clients' average statistics. To evaluate it,
-        pass it to ``with_batch_statistics`` first.
+        With ``test-batch``, ``x`` is not used, and the model has the clients' average
+        statistics. Pass it to ``with_batch_statistics`` before an evaluation.
 
         Raises:
-            NotAdaptable: The way is impossible (see ``refusal``), or a layer gets fewer than two values per channel.
+            NotAdaptable: The way is impossible (``refusal``), or a layer gets fewer than
+                two values per channel.
             ValueError: ``how`` is not in ``HOW``.
         """
         if reason := self.refusal(how):
@@ -306,7 +314,7 @@ class Adaptation:
 def recompute_statistics(model: nn.Module, x: Tensor) -> None:
     """Set the statistics of ``model``, in place, to mean and unbiased variance over ``x`` (N, ...).
 
-    A layer is measured after all layers before it have their new statistics.
+    A layer is measured after those before it have their new statistics.
 
     Raises:
         NotAdaptable: A layer gets fewer than two values per channel.

@@ -1,6 +1,6 @@
 """Record the facts of one round, and summarise clients' metrics, for the log, the CSV, TensorBoard and the pictures.
 
-By them the log recognises diverging training, and its cause: learning rate, a client's data, or its code.
+By them the log recognises diverging training, and its cause.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("flwr")
 RUNAWAY_LOSS = 10.0
-"""Training diverged if its loss is above this multiple of the first round's loss, or of 1 if that is larger."""
+"""Training diverged if its loss is above this multiple of round 1's, or of 1 if larger."""
 NOT_FINITE = "values are not finite"
 LOWER = "lower the learning rate"
 SHOWN = 4  # the most metrics of the user's own that a line of the log shows, of training and of evaluation each
@@ -41,11 +41,11 @@ class ClientRecord:
     """Record a client's part in a round. Bytes are those of arrays alone.
 
     Attributes:
-        samples: The number of samples that its reply states, see ``Reply.samples``; 0 if the reply was not used.
+        samples: Its reply's (``Reply.samples``); 0 if not used.
         exchanges: The number of its layer-wise exchanges (FedTAN).
-        waited: The seconds that it spent in exchanges, including the time to send.
-        distance: The distance (L2) of its update to the result of a robust rule; NaN without such a rule.
-        refused: The reason why its reply was not used; empty if it was used.
+        waited: Seconds in exchanges, including the time to send.
+        distance: The distance (L2) of its update to a robust rule's result; NaN without.
+        refused: The reason why its reply was not used, if so.
     """
 
     client: int
@@ -66,8 +66,8 @@ class Disclosure:
 
     Attributes:
         what: The content in words.
-        samples: The number of different samples behind each statistic in this section; 0 without statistics.
-        values: The number of activations per channel behind a statistic, in the layer with the fewest; 0 if unknown.
+        samples: The different samples behind each statistic; 0 without statistics.
+        values: The fewest activations per channel behind a statistic; 0 if unknown.
     """
 
     client: int
@@ -86,22 +86,26 @@ class RoundRecord:
     Attributes:
         round: The round, from 1; 0 before the first round.
         phase: The name of the round's phase.
-        learning_rate: The clients' learning rate in this round.
-        clients: The records of the cohort's clients, in client order.
-        drift: How far the shared statistics moved in this round. None if unknown.
+        learning_rate: The clients' learning rate.
+        clients: The cohort's records, in client order.
+        drift: How far the shared statistics moved, if known.
         tensors_down: The number of tensors that a client received.
         tensors_up: The number of tensors that a client sent.
         bytes_down: Section -> bytes of arrays that a client received.
         bytes_up: Section -> bytes of arrays that a client sent.
         exchanges: The number of layer-wise exchanges.
-        carrier: The transport of these exchanges' messages, see ``exchange.settings``; empty without exchanges.
+        carrier: The transport of these exchanges, see ``exchange.settings``; empty
+            without.
         aggregated: Whether the round changed the model.
         seconds: The duration of the round in seconds.
-        evaluation: Metrics by name; empty without an evaluation. A callback's ``on_evaluation`` may add others.
+        evaluation: Metrics by name, if evaluated. A callback's ``on_evaluation`` may add
+            others.
         client_evaluation: Client -> the metrics of its own evaluation, by name.
-        own_metrics: Name -> mean over the clients, for the training metrics of your own Flower app or loop.
+        own_metrics: Name -> mean over the clients, for the training metrics of your own
+            Flower app or loop.
         client_metrics: Client -> its own training metrics by name.
-        disclosures: The contents that left the clients, including those of statistics-only exchanges.
+        disclosures: The contents that left the clients, including those of
+            statistics-only exchanges.
     """
 
     round: int
@@ -125,7 +129,7 @@ class RoundRecord:
 
     @property
     def accepted(self) -> list[ClientRecord]:
-        """Return the records of the clients whose reply was used."""
+        """Return the records of clients whose reply was used."""
         return [c for c in self.clients if not c.refused]
 
     @property
@@ -158,8 +162,8 @@ def with_clients(
 ) -> RoundRecord:
     """Return ``record`` with the cohort's records and the bytes sent. Warn of each refused reply.
 
-    ``bytes_down`` of ``record`` are those of a message to one client. ``parts`` are the used replies, at
-    ``distances`` from the robust update. ``warning`` has the fields ``round``, ``client``, ``reason``.
+    ``parts`` are the used replies, at ``distances`` from the robust update. ``warning``
+    has the fields ``round``, ``client``, ``reason``.
     """
     exchange, down = replies.exchange, record.bytes_down
     traffic = {} if exchange is None else exchange.traffic
@@ -195,7 +199,7 @@ def with_clients(
 def batches_trained(records: Iterable[RoundRecord]) -> int:
     """Count an average client's training batches, in rounds that changed the model.
 
-    Each round's mean number of local steps is rounded, to at least 1.
+    Each round's mean is rounded, to at least 1.
     """
     steps = [[client.steps for client in record.accepted] for record in records if record.aggregated and record.phase != "measure"]
     return sum(max(1, round(sum(own) / len(own))) for own in steps if own)
@@ -217,8 +221,8 @@ def why_failed(record: RoundRecord) -> str:
 def watch(record: RoundRecord, first_loss: float = math.nan, last: bool = False, failed: int = 0) -> Iterator[str]:
     """Yield warnings if a round's training loss shows divergence, or if a run ends so.
 
-    A loss does so if it is not finite, or far above ``first_loss``, that of round 1 (NaN: unknown). ``failed`` is
-    the number of failed rounds in a row up to this one.
+    It does if it is not finite, or far above ``first_loss``, that of round 1 (NaN:
+    unknown). ``failed`` counts failed rounds in a row.
     """
     if record.phase == Phase.MEASURE.value:
         return
@@ -268,13 +272,13 @@ def size(nbytes: float) -> str:
 
 
 def series(metrics: Mapping[str, float], stem: str) -> list[float]:
-    """Return the metrics ``stem`` + "0", ``stem`` + "1", ..., up to the first missing name."""
+    """Return the metrics ``stem`` + "0", "1", ..., up to the first missing name."""
     names = (f"{stem}{index}" for index in count())
     return [metrics[name] for name in takewhile(metrics.__contains__, names)]
 
 
 def named_series(stem: str, values: Sequence[float]) -> dict[str, float]:
-    """Return ``stem`` + "0", ``stem`` + "1", ... -> value: the inverse of ``series``."""
+    """Return ``stem`` + "0", "1", ... -> value: the inverse of ``series``."""
     return {f"{stem}{index}": value for index, value in enumerate(values)}
 
 
@@ -287,9 +291,10 @@ def fits(task: Task, name: str, value: float) -> bool:
 def over_clients(task: Task, measured: Sequence[Mapping[str, float]], robust: bool = False) -> dict[str, float]:
     """Summarise the metrics of several clients, each client counted once.
 
-    Of the task's own metric: mean, standard deviation and worst value (``accuracy``, ``accuracy-std``,
-    ``accuracy-min``). Of ``loss``: mean, or median if ``robust``, since it has no range. Of every other: the mean
-    of the values in the metric's range; NaN without any.
+    Of the task's own metric: mean, standard deviation and worst value (``accuracy``,
+    ``accuracy-std``, ``accuracy-min``). Of ``loss``: mean, or median if ``robust``, since
+    it has no range. Of every other: the mean of the values in the metric's range; NaN
+    without any.
     """
     own = np.array([metrics[task.metric] for metrics in measured])
     worst = own.min() if task.higher_is_better else own.max()
@@ -305,9 +310,9 @@ def over_clients(task: Task, measured: Sequence[Mapping[str, float]], robust: bo
 
 
 def over_samples(measured: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Return each metric's mean over clients, weighted by numbers of test samples.
+    """Return each metric's mean over the clients that have it, weighted by test samples.
 
-    Clients without a metric are left out of its mean: one without samples of class 3 has no accuracy of class 3.
+    Not every client has, for example, samples and so an accuracy of class 3.
     """
     names = dict.fromkeys(name for _, metrics in measured for name in metrics)
     known = {name: [(count, metrics[name]) for count, metrics in measured if name in metrics] for name in names}

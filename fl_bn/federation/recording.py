@@ -1,10 +1,11 @@
 """Record a round's batches and steps, as docs/contract.md defines them, in any loop.
 
-A *batch* is all forward passes of the round's network between two steps, in training mode under autograd, but
-those of a copy, of ``torch.jit.trace``, or repeated by a backward pass. A *step* is one of a
-``torch.optim.Optimizer`` along a gradient of one of the network's parameters. Steps of different parameters
-without a batch between them are one (optimisers of several parts, or inside the backward pass), and so are
-those of an optimiser around another.
+A *batch* is all forward passes of the round's network between two steps, in training mode
+under autograd, but those of a copy, of ``torch.jit.trace``, or repeated by a backward
+pass. A *step* is one of a ``torch.optim.Optimizer`` along a gradient of one of the
+network's parameters. Steps of different parameters without a batch between them are one
+(optimisers of several parts, or inside the backward pass), and so are those of an
+optimiser around another.
 """
 
 from __future__ import annotations
@@ -27,16 +28,15 @@ if TYPE_CHECKING:
     from fl_bn.federation.client import LocalRound
 
 Connect = Callable[[int], Exchange]
-"""``connect(batch)`` joins the layer-wise exchange with a batch of ``batch`` samples, and returns the client's ``Exchange``."""
+"""``connect(batch)`` joins the layer-wise exchange with a batch of ``batch`` samples."""
 
 
 class Recorder:
     """Record the training passes of a round's network, and tell which steps belong together.
 
-    It is also a forward pre-hook of the network, which does nothing in a copy or a pickle.
-
-    Args:
-        once: Whether a layer's batches count only up to the first step before which the layer runs.
+    It is also a forward pre-hook of the network, which does nothing in a copy or a
+    pickle. With ``once``, a layer's batches count only up to the first step before which
+    the layer runs.
 
     Attributes:
         observed: Layer -> the moments of the recorded passes.
@@ -61,7 +61,7 @@ class Recorder:
             self._came = True
 
     def counts(self, layer: nn.Module, x: Tensor) -> bool:
-        """Tell whether the pass in which ``layer`` gets the input ``x`` is recorded."""
+        """Tell whether the pass in which ``layer`` gets ``x`` is recorded."""
         if self.pauses or is_traced() or not (layer.training and torch.is_grad_enabled()):
             return False
         if not in_backward():
@@ -86,7 +86,8 @@ class Recorder:
     def continues(self, optimizer: Optimizer, parameters: set[int]) -> bool:
         """Tell whether the step that ends, and moved ``parameters`` (ids), belongs to the one before.
 
-        It does if another optimiser stepped inside of it, or if no batch came since the steps of other parameters.
+        It does if another optimiser stepped inside, or no batch came since the steps of
+        other parameters.
         """
         around = self._begun.get(id(optimizer), self._ended) < self._ended
         goes_on = around or (bool(self._stepped) and not self._came and self._stepped.isdisjoint(parameters))
@@ -95,7 +96,7 @@ class Recorder:
         return goes_on
 
     def next_step(self) -> bool:
-        """End the present batch. Tell whether no layer waits for its first one; False if all batches count."""
+        """End the present batch. Tell whether no layer waits for its first one, unless all count."""
         self.batches += bool(self._rows)
         if self._once:
             self._done.update(self._rows)
@@ -134,15 +135,16 @@ def _no_hook() -> Callable[..., None]:
 
 
 _OPEN: tuple[LocalRound, ...] = ()
-"""The rounds of users' loops that are open in this process, possibly in several threads. Replaced as a whole, never changed."""
+"""The open rounds of users' loops in any thread. Replaced as a whole, never changed."""
 _LOCK, _HOOKS = Lock(), list[Any]()
 
 
 @contextmanager
 def following(round: LocalRound) -> Iterator[None]:
-    """Tell ``round`` of each step of an optimiser of its parameters inside the ``with`` block.
+    """Tell ``round`` of each step of its parameters' optimisers inside the block.
 
-    torch's hooks stay registered, since every thread's ``Optimizer.step`` uses them. Outside of rounds they do nothing.
+    torch's hooks stay registered, since every thread uses them. Outside of rounds they do
+    nothing.
 
     Raises:
         ValueError: Another round still trains the network.
@@ -186,7 +188,8 @@ def unrecorded(model: nn.Module) -> Iterator[None]:
     0
 
     Args:
-        model: The network of a round (``round.model``), a part of it, or a wrapper around it.
+        model: The network of a round (``round.model``), a part of it, or a wrapper around
+            it.
     """
     parts = set(model.modules())
     with ExitStack() as stack:
@@ -199,7 +202,7 @@ def unrecorded(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers at the end of the ``with`` block."""
+    """Restore the model's buffers at the end of the block."""
     own = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     for module, buffers in own:  # copies take the changes: torch keeps the buffers themselves for the backward pass
         module._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})

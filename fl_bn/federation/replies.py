@@ -1,6 +1,6 @@
 """Check replies before the server uses them, alike for all ways of running, and take them in.
 
-They come as a ``Reply``, or, in Flower, as a message with round and signature in its header (``flower.replies``).
+They come as a ``Reply``, or, in Flower, as a message (``flower.replies``).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fl_bn.support.wire import Absent, WireError, excerpt, reason
 
 LOGGER = logging.getLogger("flwr")
 WIDEST_WEIGHT = 1e4
-"""The largest allowed weight in a reply, as a multiple of the server's largest weight, or of 1 if 1 is larger.
+"""The largest allowed weight in a reply, as a multiple of the server's largest weight, if above 1.
 
-A finite value of 3e38 from one client would dominate the average, and nothing would show who sent it. Honest training
+One client's finite value of 3e38 would dominate the average unnoticed. Honest training
 stays below this limit, even in the first steps of an untrained deep network.
 """
 REPLIED = Form("metrics", {"samples": whole(), "measured": whole(default=None)})  # samples 0: the client took no part in the round
@@ -50,7 +50,8 @@ LOOPED = TRAINED.and_also(Form("metrics", {"steps": whole()}))  # a user's own l
 def bounds_of(sent: Sections, rate: float, buffers: Collection[str] = ()) -> dict[str, float]:
     """Return section -> the largest absolute value in a reply, for weights and gradients.
 
-    A gradient times the learning rate may be as large as the largest allowed weight. ``buffers`` do not count for it.
+    A gradient times the learning rate may be as large as the largest allowed weight,
+    ``buffers`` not counted.
     """
     weight = WIDEST_WEIGHT * max(1.0, largest(t for name, t in sent.get("weights", {}).items() if name not in buffers))
     return {"weights": weight, "gradients": weight / rate if rate > 0 else math.inf}
@@ -61,11 +62,11 @@ class Expected:
     """Describe the expected replies to one instruction.
 
     Attributes:
-        form: The names and allowed values of the numbers in the reply.
-        samples: Client -> the number of samples that it announced. Other clients announced none.
-        most_steps: ``most_steps(samples)`` returns the largest allowed number of local steps; 0: unknown.
-        bounds: Section -> the largest allowed absolute value in it. Other sections have no bound.
-        unbounded: The names of tensors to which ``bounds`` does not apply.
+        form: The reply's numbers.
+        samples: Client -> the number of samples that it announced.
+        most_steps: ``most_steps(samples)`` returns the most local steps; 0: unknown.
+        bounds: Section -> the largest allowed absolute value, if any.
+        unbounded: The tensors without ``bounds``.
     """
 
     round: int
@@ -80,11 +81,10 @@ class Expected:
     def check(self, reply: Reply) -> Reply:
         """Check ``reply``, and return it with plain CPU tensors and the numbers of ``form``.
 
-        The field ``largest`` of the result is the largest absolute value in the arrays, see ``Spec.check``.
-
         Raises:
             Absent: The client took no part in the round.
-            WireError: A part of the reply is not as expected. The message names the first wrong part.
+            WireError: A part of the reply is not as expected. The message names the first
+                wrong part.
         """
         about = {"round": reply.round, "signature": reply.signature, "metrics": reply.metrics}
         Form("reply", {"round": whole(self.round, self.round), "signature": one_of(self.signature), "metrics": NAMED}).read(about)
@@ -93,12 +93,7 @@ class Expected:
         return replace(self.reply(reply.client, values, arrays_of(reply.sections)), weight=reply.weight)
 
     def numbers(self, client: int, record: Mapping[str, Any] | None) -> Values:
-        """Check the numbers of a client's reply, and return those that ``form`` declares.
-
-        Raises:
-            Absent: The client took no part in the round.
-            WireError: A number is missing, or is not as expected. The message names the first such number.
-        """
+        """Check a reply's numbers, and return those that ``form`` declares. Errors are those of ``check``."""
         samples: int = REPLIED.read(record)["samples"]
         if samples == 0:
             raise Absent("metrics", "samples", "0: the client trained on no samples in this round")
@@ -117,11 +112,7 @@ class Expected:
         return values
 
     def reply(self, client: int, values: Values, payload: Payload) -> Reply:
-        """Make the reply of ``client`` from checked numbers and received arrays.
-
-        Raises:
-            WireError: An array is missing, extra, or not as expected. The message names the first wrong array.
-        """
+        """Make the reply of ``client`` from checked numbers and received arrays, or raise WireError."""
         largest = self.schema.check(payload, self.bounds, self.unbounded)
         sections = {section: views(arrays) for section, arrays in payload.items()}
         numbers = {name: float(value) for name, value in values.items()}
@@ -133,8 +124,8 @@ def arrays_of(sections: Any) -> Payload:
     """Return a reply's tensors as arrays, without a copy if they are plain and on the CPU.
 
     Raises:
-        WireError: ``sections`` is not section -> name -> tensor, or a tensor has no readable values (it is
-            sparse, or on the device ``meta``).
+        WireError: ``sections`` is not section -> name -> tensor, or a tensor has no
+            readable values (it is sparse, or on the device ``meta``).
     """
     payload: Payload = {}
     where = "reply", "sections"
@@ -155,8 +146,8 @@ def checked(
 ) -> RoundReplies:
     """Check the ``replies`` of clients in this process.
 
-    Of several usable replies of one client, none is used. A reply of no client of the run is left out, and the
-    log says so. The default of ``cohort`` is all clients that replied.
+    Of several usable replies of one client, none is used. A stranger's is logged and left
+    out. By default, ``cohort`` is all clients that replied.
     """
     parts, refused, wrong = dict[int, list[Reply]](), dict[int, str](), set[int]()
     expected = replace(expected, form=LOOPED) if expected.form is TRAINED else expected
@@ -181,7 +172,7 @@ def checked(
 
 
 def _stranger(reply: Reply, clients: int) -> str | None:
-    """Return why ``reply`` cannot come from a client of this run; None if it can."""
+    """Return why ``reply`` cannot come from a client of this run, if so."""
     if not isinstance(reply, Reply):
         return f"expected a Reply, the first value that round.reply(...) returns, but got a {type(reply).__name__}"
     if type(reply.client) is not int or not 0 <= reply.client < clients:
@@ -192,8 +183,8 @@ def _stranger(reply: Reply, clients: int) -> str | None:
 class Intake:
     """Add replies to a weighted sum as they arrive, and free the memory of their weights.
 
-    So the server needs the memory of three models, however many clients there are. A reply waits for those before
-    it in ``cohort``, so that the order of arrival changes no bit.
+    So the server needs the memory of three models only. A reply waits for those before it
+    in ``cohort``, so that the order of arrival changes no bit.
     """
 
     def __init__(self, cohort: Sequence[int], weigh: Callable[[Reply], float]) -> None:
@@ -202,7 +193,7 @@ class Intake:
         self._sum = WeightedSum()
 
     def take(self, client: int, reply: Reply | None) -> None:
-        """Take a checked reply, None if it is missing or refused, at most once per client."""
+        """Take a checked reply, None if missing or refused, at most once per client."""
         self._came[client] = reply
         while self._turns and self._turns[0] in self._came:
             self._add(self._turns.popleft())
@@ -225,7 +216,8 @@ class Intake:
 def taking_part(session: Session, parts: Sequence[Reply], refused: dict[int, str]) -> list[Reply]:
     """Return the replies of clients in the exchange, weighted by their batch sizes in it.
 
-    Others are added to ``refused``. With ``exchange-policy='abort'``, one missing reply makes all others unusable.
+    Others are added to ``refused``. With ``exchange-policy='abort'``, one missing reply
+    makes all others unusable.
     """
     usable, batches = {part.client: part for part in parts}, session.taking_part
     missing = sorted(set(batches) - set(usable))

@@ -27,8 +27,10 @@ class Round:
     """Hold the results of a finished round.
 
     Attributes:
-        evaluated: Name -> shared tensor for an evaluation. Empty: none was due, nor measured (hbn, static-bn).
-        failed: The number of failed rounds in a row, including this one; 0 if this round changed the model.
+        evaluated: Name -> shared tensor for an evaluation. Empty: none was due, nor
+            measured (hbn, static-bn).
+        failed: The number of failed rounds in a row, including this one; 0 if this round
+            changed the model.
     """
 
     record: RoundRecord
@@ -53,11 +55,12 @@ def run(
     Args:
         server: The server, with the shared tensors that the run starts from.
         transport: Carries instructions to the clients, and replies back.
-        rounds: The number of rounds of the whole run; 0: only the statistics are measured.
-        passes: Makes the statistics-only exchanges, and keeps their results. Default: a new ``Passes``.
-        first: The first round, from 1. It is above 1 if the run continues from a checkpoint.
+        rounds: The whole run's number of rounds; 0: only the statistics are measured.
+        passes: Makes the statistics-only exchanges, and keeps their results.
+        first: The first round, above 1 if the run continues from a checkpoint.
         failed: The number of failed rounds in a row just before this round.
-        show: Called in a run of 0 rounds: with the state before the exchanges, and with the result of each exchange.
+        show: Called in a run of 0 rounds: with the state before the exchanges, and with
+            each one's result.
 
     Raises:
         Diverged: Too few replies could be used in ``max_failed`` rounds in a row.

@@ -1,7 +1,8 @@
 """Say where every tensor of a converted network lives, and which tensors a message has.
 
-``Locality`` is computed once. Client state, disclosure, adaptation, secure sums and re-calibration read it,
-and so does the receiver of a message, who derives its ``Schema`` from model, method and phase.
+``Locality`` is computed once, for client state, disclosure, adaptation, secure sums,
+re-calibration, and the receiver of a message, who derives its ``Schema`` from model,
+method and phase.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Locality:
     """Hold place and role of each tensor, by name and in the order of the state_dict.
 
     Attributes:
-        norm_layers: The names of all BatchNorm layers.
-        shared_statistics: The names of those BatchNorm layers whose running statistics the server sends and combines.
-        home_statistics: The names of those whose running statistics stay at the client.
+        norm_layers: All BatchNorm layers.
+        shared_statistics: Those whose running statistics the server sends and combines.
+        home_statistics: Those whose running statistics stay at the client.
     """
 
     method: Method
@@ -50,7 +51,7 @@ class Locality:
 
     @classmethod
     def of(cls, model: nn.Module, method: Method) -> Locality:
-        """Compute the table of ``model``, which must be converted for ``method``."""
+        """Compute the table of ``model``, converted for ``method``."""
         layers = batch_norms(model)
         numbered = {layer: (name, index) for index, (name, layer) in enumerate(layers.items())}
         every = model.named_modules(remove_duplicate=False)  # a layer that is used twice has two names
@@ -73,19 +74,20 @@ class Locality:
     def started_by_server(self) -> list[str]:
         """Return the names of the tensors at home whose first values the server may send.
 
-        Mixing logits start at 0 at every client, and buffers of the role KEPT with the values in the client's own network.
+        Mixing logits start at 0, and buffers of the role KEPT with the client's own
+        values.
         """
         return [name for name in self.home if self.role[name] not in (Role.MIXING, Role.KEPT)]
 
     def kept_by_clients(self) -> list[str]:
         """Return the names of affine parameters and statistics that clients keep.
 
-        Their average, over these clients, serves a client that was never in a round.
+        Their average serves a new client.
         """
         return self.names(Place.HOME, of=(Role.AFFINE, Role.STATISTIC))
 
     def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters that are trained and shared, by name: those with auxiliary tensors."""
+        """Return the trained and shared parameters by name: those with auxiliary tensors."""
         return {name: p for name, p in model.named_parameters() if p.requires_grad and self.place[name] is Place.SHARED}
 
     def fewest(self, phase: Phase) -> int:
@@ -96,7 +98,8 @@ class Locality:
     def signature(self, model: nn.Module) -> str:
         """Return a short hash of the method at clients, and of each tensor's name, role, shape, dtype.
 
-        If single layers stay at home (``Method.local_in``), it depends on the names of all tensors at home, too.
+        If single layers stay at home (``Method.local_in``), it depends on the tensors at
+        home, too.
         """
         parts = [f"{k} {self.role[k].value} {tuple(t.shape)} {t.dtype}" for k, t in model.state_dict().items()]
         at_home = [] if self.method.local_in is None else self.home
@@ -105,9 +108,9 @@ class Locality:
 
 @dataclass(frozen=True)
 class Spec:
-    """Describe a tensor: shape, name of its dtype as in NumPy, smallest and largest allowed value.
+    """Describe a tensor: shape, name of its dtype as in NumPy, smallest and largest value.
 
-    ``any_value``: every value is allowed, including infinity and NaN.
+    ``any_value``: also infinity and NaN.
     """
 
     shape: tuple[int, ...]
@@ -122,7 +125,8 @@ class Spec:
         This is 0 for integers, and with ``any_value``.
 
         Raises:
-            WireError: The array has another shape or dtype, or a value that is not allowed.
+            WireError: The array has another shape or dtype, or a value that is not
+                allowed.
         """
         wrong, least, most = "", 0.0, 0.0
         if array.shape != self.shape:
@@ -153,12 +157,13 @@ class Schema:
     optional: dict[str, dict[str, Spec]] = field(default_factory=dict)
 
     def check(self, payload: Payload, limits: Mapping[str, float] = MappingProxyType({}), free: Collection[str] = ()) -> float:
-        """Check ``payload``. Return the largest absolute value in it, see ``Spec.check``.
+        """Check ``payload``. Return its largest absolute value, see ``Spec.check``.
 
-        ``limits`` is section -> the largest allowed absolute value, except of tensors with a name in ``free``.
+        ``limits`` is section -> the largest allowed absolute value, except of tensors in
+        ``free``.
 
         Raises:
-            WireError: A section or tensor is missing, extra, or not as described. The message names the first one.
+            WireError: A section or tensor is missing, extra, or not as described.
         """
         if wrong := next(self._other_names(payload), None):
             raise WireError(*wrong)
@@ -186,7 +191,8 @@ class Schema:
 def difference(expected: Schema, payload: Payload) -> str:
     """Name the first tensor in which this side's tensors and the other's arrays differ.
 
-    If the arrays are as expected, name the other possible differences, and the command that shows them.
+    If there is none, name the other possible differences, and the command that shows
+    them.
     """
     try:
         expected.check(payload)
@@ -198,7 +204,8 @@ def difference(expected: Schema, payload: Payload) -> str:
 def instruction(model: nn.Module, locality: Locality, auxiliary: Sequence[Auxiliary] = ()) -> Schema:
     """Describe the instruction: weights, buffers that only the server sends, shared statistics.
 
-    To train, it also has auxiliary tensors, and perhaps ``START``: initial values for a client without kept tensors.
+    To train, it also has auxiliary tensors, and perhaps ``START``: initial values for a
+    client without kept tensors.
     """
     state = model.state_dict()
     sections = {"weights": {k: _weight(state[k], locality, k) for k in locality.names(Place.SHARED, Place.DOWN_ONLY)}}
@@ -211,7 +218,7 @@ def instruction(model: nn.Module, locality: Locality, auxiliary: Sequence[Auxili
 def reply(model: nn.Module, locality: Locality, phase: Phase, update: str = "weights", auxiliary: Sequence[Auxiliary] = ()) -> Schema:
     """Describe a reply: weights or gradients, auxiliary tensors, statistics or moments.
 
-    In phase MEASURE, a reply has moments only.
+    In phase MEASURE, it has moments only.
     """
     report, state = locality.method.reports(phase), model.state_dict()
     sections: dict[str, dict[str, Spec]] = {}

@@ -1,7 +1,7 @@
 """Carry out the server's half of a round: (state, replies) -> (state, record). Reach clients by a ``Transport``.
 
-If a new shared tensor is not finite, the round changes nothing, and the next one goes without the client
-whose reply has the largest values.
+If a new shared tensor is not finite, the round changes nothing, and the next one goes
+without the client whose reply has the largest values.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ class Server:
 
     Args:
         model: The unconverted network. The run starts with its tensors.
-        method: The method. It decides what is shared, and how statistics are combined.
+        method: The method of the run.
         policy: The options of the server's rounds.
-        rounds: The number of rounds of the run. The phases and the learning rates depend on it.
-        optimizer: Steps along the pseudo-gradient of the weights. The run takes a fresh copy. Default: the
-            clients' average.
+        rounds: The run's number of rounds, on which phases and learning rates depend.
+        optimizer: Steps along the pseudo-gradient of the weights, as a fresh copy.
+            Default: the clients' average.
         defence: Rules against Byzantine clients. Default: none.
 
     Raises:
-        ValueError: ``method`` needs BatchNorm, but ``model`` has none. Or ``policy`` does not fit the method.
+        ValueError: ``method`` needs BatchNorm, but ``model`` has none, or ``policy`` does
+            not fit the method.
     """
 
     def __init__(
@@ -74,17 +75,13 @@ class Server:
     def instruction(self) -> Instruction:
         """Return the instruction to the next round's clients.
 
-        Only a client without kept tensors needs section ``start``, their initial values. You may leave it out for others.
+        Section ``start``, initial values, is only for a client without kept tensors.
         """
         instruction = self.begin(self.round + 1)
         return replace(instruction, sections=instruction.sections | self.shared.start())
 
     def begin(self, round: int) -> Instruction:
-        """Open the record of ``round`` (from 1), and return the instruction to its clients.
-
-        Raises:
-            ValueError: The learning rate is no finite number >= 0.
-        """
+        """Open the record of ``round`` (from 1), and return the instruction to its clients."""
         phase, scheduled = self.method.phase(round, self.rounds), self.policy.scheduled(round, self.rounds)
         rate = self.method.learning_rate(self.policy.scheduled, round, self.rounds)
         share = 1.0 if rate == scheduled else rate / scheduled
@@ -98,7 +95,8 @@ class Server:
     def intake(self, cohort: Sequence[int]) -> Intake | None:
         """Return what takes the cohort's replies one by one, and frees their weights' memory.
 
-        None: robust rules, the layer-wise exchange or auxiliary tensors need all replies at the same time.
+        None: robust rules, the layer-wise exchange or auxiliary tensors need all replies
+        at the same time.
         """
         whole = self.defended or Phase(self.record.phase) is Phase.EXCHANGE or self.policy.auxiliary
         return None if whole else Intake(cohort, self._weight)
@@ -108,9 +106,9 @@ class Server:
         return float(part.weight) if by_samples and not self.defended else 1.0
 
     def conclude(self, replies: RoundReplies) -> bool:
-        """Check and combine the ``replies`` to ``begin``'s instruction, and update the model.
+        """Combine the ``replies`` to ``begin``'s instruction, and tell whether the model changed.
 
-        Return whether the model changed. ``record`` then names the refused clients, with the reasons.
+        ``record`` then names the refused clients, with the reasons.
         """
         shared, phase, called = self.shared, Phase(self.record.phase), self.policy.called
         self.round, self.left_out = self.record.round, set()
@@ -142,11 +140,12 @@ class Server:
     def _step(self, parts: list[Reply], replies: RoundReplies) -> list[float]:
         """Update the shared model by the usable replies, ``parts``.
 
-        Return the distance (L2) of each client's update to the robust update, in order; empty without a robust rule.
+        Return the distance (L2) of each update to the robust one, if any.
 
         Raises:
             TooFew: There are too few replies for the round, or for the robust rule.
-            NotFinite: The model's dtype cannot hold a new tensor. The model stays unchanged.
+            NotFinite: The model's dtype cannot hold a new tensor. The model stays
+                unchanged.
         """
         policy, phase, cohort = self.policy, Phase(self.record.phase), len(replies.cohort)
         needed = max(float(policy.min_cohort), policy.min_replies * cohort)
@@ -165,7 +164,7 @@ class Server:
     def expects(self, round: int, phase: Phase, samples: Mapping[int, int] = MappingProxyType({})) -> Expected:
         """Describe the expected replies to an instruction.
 
-        ``samples`` is client -> the number of samples that it announced. Other clients announced none.
+        ``samples`` is client -> the number of samples that it announced.
         """
         form = REPLIED if phase is Phase.MEASURE else TRAINED
         bounds, expected = {} if phase is Phase.MEASURE else self._bounds, self.shared.expected(phase, self.policy.update)
@@ -175,8 +174,8 @@ class Server:
 class Transport(ABC):
     """Take instructions to clients, and bring their replies back.
 
-    ``federation.run`` decides when clients train, measure and evaluate. A subclass must define ``train``,
-    ``measure`` and ``evaluate``. The other methods have a default. An example is
+    ``federation.run`` decides when clients train, measure and evaluate. A subclass must
+    define ``train``, ``measure`` and ``evaluate``. An example is
     tests/extension/threads_transport.py.
 
     Attributes:
@@ -187,33 +186,30 @@ class Transport(ABC):
 
     @abstractmethod
     def train(self, instruction: Instruction) -> RoundReplies:
-        """Let the clients of the round's cohort train, and return their checked replies."""
+        """Let the round's cohort train, and return checked replies."""
 
     @abstractmethod
     def measure(self, instruction: Instruction) -> RoundReplies:
-        """Let clients measure all layers in one forward pass. Return their checked replies."""
+        """Let clients measure all layers in one forward pass, and return checked replies."""
 
     @abstractmethod
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
         """Evaluate shared ``tensors`` after round ``number``. Return metrics, empty without data."""
 
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
-        """Let clients measure all layers exactly, layer by layer. Return checked replies.
-
-        None, the default: this transport has no exchange that goes layer by layer.
-        """
+        """Let clients measure all layers exactly, layer by layer, if this transport can do so."""
         return None
 
     def conclude(self, replies: RoundReplies) -> bool:
-        """Combine the ``replies`` of ``train``, and return whether this changed the model."""
+        """Combine the ``replies`` of ``train``, and tell whether the model changed."""
         return self.server.conclude(replies)
 
     def store(self, instruction: Instruction, replies: RoundReplies) -> None:
         """Store measured statistics, from checked ``replies``, in the server.
 
         Raises:
-            TooFew: There is no reply, or there are fewer than the defence needs. The statistics stay unchanged.
-            NotFinite: A combined statistic is not finite. The statistics stay unchanged.
+            TooFew: There are fewer replies than needed.
+            NotFinite: A combined statistic is not finite.
         """
         server, parts = self.server, replies.parts
         if not parts:
@@ -222,8 +218,5 @@ class Transport(ABC):
         server.shared.store(server.shared.measured(parts, defence, instruction.measured))
 
     def finish_round(self, number: int, changed: bool) -> None:
-        """Do what is needed at the end of round ``number``, before its record is complete.
-
-        ``changed`` is whether the round changed the model.
-        """
+        """Do what is needed after round ``number``, before its record is complete."""
         return

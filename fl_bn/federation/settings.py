@@ -23,7 +23,7 @@ from fl_bn.support.names import names_of
 SCHEDULES = ("constant", "step", "exponential", "cosine", "milestones")
 ALL_SAMPLES = "data"  # value of client-weights: a client's weight is the number of all its samples
 LEARNING_RATE = 0.05
-"""The default learning rate of round 1: of run configs, of ``ServerPolicy``, and of the optimiser that ``Federation`` makes."""
+"""The default learning rate of round 1."""
 CLIP_LIMITS = used_with("clip", "norm", "round", "value", "adaptive")
 WEIGHTED = Used(
     "weighted averages, and not to robust rules, under which every client counts once (declared-byzantine, statistics-rule, update-rule)",
@@ -35,16 +35,17 @@ WEIGHTED = Used(
 class LocalTraining(Options):
     """Describe how a client trains in one round.
 
-    Most fields are options, with their keys in docs/config.md. A package of your own can add options by a
-    subclass, see docs/how-to/method.md. Exactly one of ``epochs`` and ``steps`` is positive.
+    Most fields are options, with their keys in docs/config.md. Your own package can add
+    options by a subclass, see docs/how-to/method.md. Exactly one of ``epochs`` and
+    ``steps`` is positive.
 
     Args:
-        objective: The local objective: the loss with its further terms, or a correction of the gradients. An
-            objective with strength 0 is replaced by the plain loss.
-        step_clip: The limit of ``clip="round"`` in a round of one local step, computed without momentum. 0:
-            ``clip_limit`` is the limit of such a round, too.
-        weigh_all: Whether a client's weight in averages is the number of all its samples. False: the number of
-            different samples that it trained on in the round.
+        objective: The loss with its further terms, or a correction of the gradients. One
+            with strength 0 is replaced by the plain loss.
+        step_clip: The limit of ``clip="round"`` in a round of one local step, without
+            momentum. 0: ``clip_limit``.
+        weigh_all: Whether a client's weight in averages is the number of all its samples,
+            not of those that it trained on in the round.
     """
 
     name: ClassVar[str] = "local training"
@@ -128,15 +129,16 @@ class LocalTraining(Options):
 
     @property
     def auxiliary(self) -> tuple[Auxiliary, ...]:
-        """Return the kinds of tensors that are sent with the weights: control variates, optimiser buffers."""
+        """Return the kinds of tensors that are sent with the weights."""
         controls = (CONTROLS,) if self.objective.travels else ()
         return (*controls, *BUFFERS[self.optimizer].values()) if self.maintain == "global" else controls
 
     def norm_in_round(self, learning_rate: float, steps: int) -> float:
         """Return a gradient's largest norm under ``clip="round"``, in a round of ``steps`` steps.
 
-        Up to this norm, SGD moves the weights by at most ``clip_limit`` in the round. With one step, ``step_clip``,
-        if set, is the limit, and momentum does not count: a first step starts from zero buffers.
+        With it, SGD moves the weights by at most ``clip_limit`` in the round. With one
+        step, ``step_clip``, if set, is the limit, and momentum does not count: a first
+        step starts from zero buffers.
         """
         if steps == 1 and self.step_clip:
             return norm_in_round(self.step_clip, learning_rate, 1, 0.0)
@@ -149,7 +151,7 @@ class LocalTraining(Options):
     def draw(self, samples: int, rng: np.random.Generator, least: int) -> list[Indices]:
         """Draw a round's batches in random order. Return an array of indices per batch.
 
-        ``samples`` is the number of the client's samples. A batch needs ``least`` of them for the method, 1 or 2.
+        A batch needs ``least`` samples, 1 or 2.
 
         Raises:
             ClientTooSmall: The client has too few samples.
@@ -158,17 +160,17 @@ class LocalTraining(Options):
         return list(draw_batches(samples, self.batch_size, rng, **several, drop_last=self.drop_last))
 
     def planned(self, samples: int) -> int:
-        """Return the weight of a client with ``samples`` samples, as known before its round."""
+        """Return a client's weight by its ``samples``, as known before its round."""
         if self.weigh_all:
             return samples
         return distinct(samples, self.batch_size, epochs=self.epochs, steps=self.steps, drop_last=self.drop_last)
 
     def most_steps(self, samples: int) -> int:
-        """Return the most local steps of a client with ``samples`` samples in a round."""
+        """Return the most local steps of a client with ``samples`` in a round."""
         return self.steps or self.epochs * (1 + len(cuts(samples, self.batch_size)))
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> Optimizer:
-        """Make the optimiser of ``parameters``, SGD or Adam, as these settings say."""
+        """Make the optimiser of ``parameters``, SGD or Adam."""
         if self.optimizer == "adam":
             return Adam(parameters, lr=learning_rate, weight_decay=self.weight_decay)
         return SGD(parameters, lr=learning_rate, momentum=self.momentum, weight_decay=self.weight_decay, foreach=True)
@@ -178,9 +180,10 @@ class LocalTraining(Options):
 class Schedule(Options):
     """Compute a round's learning rate: call it with a round (from 1) and the number of rounds.
 
-    ``constant``: it stays ``base``. ``step``: it is multiplied by ``decay`` after 50 % of the rounds, and after
-    75 %. ``exponential``: it is multiplied by ``decay`` after every round. ``cosine``: it falls along half a
-    cosine towards 0. ``milestones``: it is ``base`` times the factor of the last milestone.
+    ``constant``: it stays ``base``. ``step``: it is multiplied by ``decay`` after 50 %
+    and 75 % of the rounds. ``exponential``: it is multiplied by ``decay`` after every
+    round. ``cosine``: it falls along half a cosine towards 0. ``milestones``: it is
+    ``base`` times the factor of the last milestone.
     """
 
     name: ClassVar[str] = "the schedule"
@@ -227,10 +230,12 @@ class Schedule(Options):
 def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
     """Read pairs of a share of the rounds, and the later factor of the first rate, from a text.
 
-    ``0.6:0.1, 0.8:0.01`` means a tenth of the rate of round 1 after 60 % of the rounds, and a hundredth after 80 %.
+    ``0.6:0.1, 0.8:0.01`` means a tenth of the rate of round 1 after 60 % of the rounds,
+    and a hundredth after 80 %.
 
     Raises:
-        ValueError: The form is wrong, shares do not rise between 0 and 1, or a factor is no finite number above 0.
+        ValueError: The form is wrong, shares do not rise between 0 and 1, or a factor is
+            no finite number above 0.
     """
     try:
         pairs = tuple((float(share), float(factor)) for share, factor in (part.split(":") for part in names_of(text)))
@@ -247,6 +252,6 @@ def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
 def seeded(*key: int) -> np.random.Generator:
     """Return a NumPy generator that depends only on ``key``, in every process and engine.
 
-    ``key`` are whole numbers, such as the seed, the client, the round, and a number for the purpose.
+    ``key`` are whole numbers, such as the seed, the client, the round, and the purpose.
     """
     return np.random.default_rng(np.random.SeedSequence(key))

@@ -45,9 +45,10 @@ class ServerStep:
     """Hold the inputs of a server step.
 
     Attributes:
-        rate: The clients' learning rate. If clients send gradients, it multiplies the server's step.
-        sum: The weighted sum of the replies, if each was added to it when it arrived.
-        phase: The phase of the round. It decides which parameters are frozen.
+        rate: The clients' learning rate, which multiplies the server's step if clients
+            send gradients.
+        sum: The weighted sum of the replies, if each was added when it arrived.
+        phase: The phase of the round, which decides what is frozen.
     """
 
     parts: Sequence[Reply]
@@ -62,7 +63,8 @@ class ServerStep:
 def median_steps(steps: Iterable[int]) -> int:
     """Return the median of clients' numbers of steps, at least 1: no single claim decides it.
 
-    Clients without a step are left out. Of two numbers in the middle, the smaller is taken.
+    Clients without a step are left out. Of two numbers in the middle, the smaller is
+    taken.
     """
     return median_low([made for made in steps if made > 0] or [1])
 
@@ -71,15 +73,14 @@ class SharedModel:
     """Hold the server's ``model``, converted for ``method``, with initial values of clients' own tensors.
 
     Attributes:
-        buffers: The names of the floating-point buffers outside of norm layers. They are averaged like weights.
-        personal: Whether every client evaluates a model of its own, because clients keep tensors.
-        scales: Layer -> the standard deviation that the server gave the layer's input before round 1, by
-            rescaling weights. A layer without an entry has 1.
-        reported: The statistics that ``Method.renew`` made from the last round's replies. Only for
-            ``Refresh.REPORTED``.
-        reached: The layers that statistics passes have reached at some client. None: no pass was made yet.
-        unseen: The layers of which no client reported a batch in the newest round.
-        said_unmeasured: Whether this run has warned of layers that no statistics pass has reached.
+        buffers: Floating-point buffers outside of norm layers, averaged like weights.
+        personal: Whether every client evaluates its own model, because clients keep
+            tensors.
+        scales: Layer -> the deviation to which its input was rescaled before round 1.
+        reported: The statistics of ``Method.renew``, for ``Refresh.REPORTED``.
+        reached: Layers that statistics passes have reached at some client; None before.
+        unseen: Layers of which no client reported a batch in the newest round.
+        said_unmeasured: Whether this run has warned of unreached layers.
     """
 
     def __init__(self, model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = (), clients: int = 1) -> None:
@@ -109,7 +110,7 @@ class SharedModel:
         self.auxiliary = {c.section: {name: c.like(p.detach()) for name, p in like.items()} for c in auxiliary}
 
     def learnable(self, phase: Phase) -> set[str]:
-        """Return the names of the parameters that learn and are not frozen in ``phase``."""
+        """Return the names of parameters that learn in ``phase``."""
         return self._learnable - self._frozen if phase is Phase.FROZEN else self._learnable
 
     def held(self, phase: Phase) -> set[str]:
@@ -123,7 +124,7 @@ class SharedModel:
         return self._copy.network.reply(phase, update, self._auxiliary_kinds)
 
     def instruction(self, round: int, phase: Phase, **fields: Any) -> Instruction:
-        """Return the instruction to measure or evaluate: weights, shared statistics, and the ``fields`` of ``Instruction``."""
+        """Return the instruction to measure or evaluate: weights, shared statistics, and ``fields``."""
         return Instruction(round, phase, self.sections(), signature=self.signature, **fields)
 
     def sections(self) -> Sections:
@@ -133,12 +134,12 @@ class SharedModel:
         return {section: {name: state[name].detach().clone() for name in names} for section, names in wanted.items()}
 
     def start(self) -> Sections:
-        """Return section ``START``: initial values of tensors that clients keep, if any."""
+        """Return section ``START``: initial values of tensors that clients keep."""
         state, names = self._copy.state, self.locality.started_by_server()
         return {schema.START: {name: state[name].detach().clone() for name in names}} if names else {}
 
     def instruction_to_train(self, round: int, phase: Phase, optimizer: ServerOptimizer, **fields: Any) -> Instruction:
-        """Return the instruction to train: weights to start from, shared statistics, auxiliary tensors, and ``fields``.
+        """Return the instruction to train: first weights, shared statistics, auxiliary tensors, ``fields``.
 
         The optimiser's ``lookahead`` may change these weights.
         """
@@ -161,9 +162,9 @@ class SharedModel:
     def whole(self, tensors: Named, batches: int = 0, kept: Collection[str] = ()) -> dict[str, Tensor]:
         """Return the tensors for a ``load_state_dict`` file: ``kept``, and all not kept by clients.
 
-        The names are those of the unconverted network without wrappers (``derived.plain_names``), or, if the method
-        replaces BatchNorm by other layers, of the converted one. ``batches``, one client's number of training batches
-        so far, is added to ``num_batches_tracked``.
+        The names are those of the unconverted network without wrappers, or, if the method
+        replaces BatchNorm, of the converted one. ``batches`` is added to
+        ``num_batches_tracked``.
         """
         state, place = self._copy.state, self.locality.place
         saved = {name: tensors.get(name, state[name]) for name in state if name in kept or place[name] is not Place.HOME}
@@ -182,7 +183,7 @@ class SharedModel:
     def to_unit_scale(self) -> None:
         """Rescale weights so that BatchNorm's inputs have deviation ``Method.scale``.
 
-        If torch.fx cannot trace the network, log a warning and change nothing.
+        If torch.fx cannot trace the network, only warn.
         """
         try:
             sources = self._rescaled()
@@ -194,7 +195,7 @@ class SharedModel:
         self._copy.load(rescaled(self._copy.state, self.statistics(), eps, sources, self.method.scale))
 
     def was_at_unit_scale(self) -> None:
-        """Set ``scales`` as before round 1, in a run that continues from a checkpoint."""
+        """Set ``scales`` as before round 1, in a run that continues."""
         with suppress(ValueError):  # a network that cannot be traced was not rescaled
             self.scales = dict.fromkeys(self._rescaled(), self.method.scale)
 
@@ -204,10 +205,10 @@ class SharedModel:
         return {norm: source for norm, source in producers(self.model).items() if norm in rescaled}
 
     def restore(self, tensors: Mapping[str, Tensor], auxiliary: Mapping[str, Tensor]) -> None:
-        """Load the tensors of a checkpoint. The names of ``auxiliary`` are ``section/name``.
+        """Load a checkpoint's tensors, ``auxiliary`` ones by ``section/name``.
 
         Raises:
-            ValueError: The checkpoint's tensors differ from the server's in a name, shape or dtype.
+            ValueError: They differ from the server's in a name, shape or dtype.
         """
         mine = self.tensors() | self.auxiliary_tensors()
         saved = {**tensors, **auxiliary}
@@ -231,11 +232,7 @@ class SharedModel:
         return exchanged_layers(self.model, self.locality.shared_statistics)
 
     def store(self, statistics: Mapping[str, Running]) -> None:
-        """Store shared statistics.
-
-        Raises:
-            NotFinite: The model's dtype cannot hold a value. The model stays unchanged.
-        """
+        """Store shared statistics, or raise NotFinite and store none."""
         self._load_all(_named(statistics))
 
     def _load_all(self, tensors: Mapping[str, Tensor]) -> None:
@@ -248,12 +245,12 @@ class SharedModel:
     def change(self, step: ServerStep, statistics: Mapping[str, Running]) -> list[float]:
         """Make one server step on the weights, and store the new shared ``statistics``.
 
-        The step goes along the pseudo-gradient ``weights - average``, or the averaged gradients. Return the distance
-        (L2) of each update to that of a robust rule, if there is one.
+        The step goes along the pseudo-gradient, or the averaged gradients. Return the
+        distance (L2) of each update to a robust rule's, if there is one.
 
         Raises:
-            NotFinite: The model's dtype cannot hold a new tensor, also after the look-ahead. Model and optimiser stay
-                unchanged.
+            NotFinite: The model's dtype cannot hold a new tensor, also after the
+                look-ahead. Nothing changes.
         """
         before, state = step.optimizer.buffers(), self._copy.state
         try:
@@ -301,10 +298,7 @@ class SharedModel:
         return mean, distances
 
     def combined(self, parts: Sequence[Reply], phase: Phase, defence: Defence | None, pace: float = 1.0) -> dict[str, Running]:
-        """Combine replies' statistics by the method's rule, in float64, by layer.
-
-        ``pace`` is the round's learning rate divided by that of round 1.
-        """
+        """Combine replies' statistics by the method's rule, in float64, by layer."""
         shared, report = self.statistics(), self.method.reports(phase)
         if report is StatisticsReport.NOTHING:
             return shared
@@ -324,7 +318,8 @@ class SharedModel:
     def measured(self, parts: Sequence[Reply], defence: Defence | None, what: str = INPUTS) -> dict[str, Running]:
         """Combine the replies of a statistics-only exchange into shared statistics.
 
-        For ``inputs`` (``what``), they are those of all clients' data. ``normalisers`` are combined by ``Method.renew``.
+        ``inputs`` give those of all clients' data, ``normalisers`` those of
+        ``Method.renew``.
         """
         rule = replace_by_pooled if what == INPUTS else self.method.renew
         reports = [decode_moments(part.sections["moments"]) for part in parts]

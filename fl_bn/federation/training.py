@@ -1,6 +1,6 @@
 """Train a client by fl-bn's own loop, in seeded order: ``SampleLoop`` over samples in memory.
 
-``engines.clients.LoaderLoop`` is the same loop over the batches of a user's loader.
+``engines.clients.LoaderLoop`` is the same loop over a user's loader.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Trained:
     """Hold the result of training over a client's batches once.
 
     Attributes:
-        samples: The number of samples in the training batches. A sample in two batches counts twice.
+        samples: The samples in the training batches. One in two batches counts twice.
         left_out: The number of batches of one sample on which the network cannot train.
     """
 
@@ -55,8 +55,8 @@ class Trained:
 def train(round: LocalRound, batches: Iterable[Any], task: Task, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> Trained:
     """Train ``round.model`` in place by settings, method and phase, inside ``round.open()``.
 
-    ``scheduler`` steps after every batch. A batch of one sample is left out if a BatchNorm layer gets only one
-    value per channel from it, which has no variance.
+    ``scheduler`` steps after every batch. A batch of one sample is left out if a
+    BatchNorm layer gets only one value per channel from it, which has no variance.
     """
     model, settings, rate = round.model, round.settings, round.instruction.learning_rate
     like, parameters = inputs_like(model), round.parameters
@@ -105,7 +105,7 @@ def counted(batches: Iterable[Any]) -> tuple[Iterable[Any], int]:
 
 
 def loss_of(model: nn.Module, task: Task, settings: LocalTraining, x: Any, y: Any) -> Tensor:
-    """Compute the mean loss of one batch, in the precision that ``settings`` asks for."""
+    """Compute a batch's mean loss, in the precision of ``settings``."""
     device = inputs_like(model).device.type
     with torch.autocast(device, torch.bfloat16, enabled=settings.precision == "mixed"):
         return one_number(task.loss(task.predict(model, x), y))
@@ -116,8 +116,8 @@ class IndexBatches:
     """Yield batches of ``samples``: inputs (B, ...), targets (B, ...), on the device of ``like``.
 
     Attributes:
-        indices: For each batch, an array with the indices of its samples (B,).
-        like: A tensor with the device for inputs and targets, and the dtype for inputs.
+        indices: For each batch, its samples' indices (B,).
+        like: A tensor with the device, and the inputs' dtype.
         seen: For each sample (N,), whether it was in a batch so far.
     """
 
@@ -138,7 +138,7 @@ class IndexBatches:
             yield to_input(x.to(self.like.device), self.like.dtype), y.to(self.like.device)
 
     def rows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield inputs and targets of batches as stored: not scaled, and not moved to a device."""
+        """Yield batches as stored: not scaled, and not moved to a device."""
         for index in self.indices:
             self.seen[index] = True
             yield self.samples.rows(index, self.augment)
@@ -148,8 +148,8 @@ class IndexBatches:
 class SampleLoop:
     """Train on a client's samples by a round's settings, as argument ``train`` of ``client_round``.
 
-    All random numbers depend only on ``seed``, ``client`` and the round. A round iterates ``passes`` times over
-    ``batches``.
+    Random numbers depend only on ``seed``, ``client`` and the round, which iterates
+    ``passes`` times over ``batches``.
     """
 
     samples: Samples
@@ -159,11 +159,11 @@ class SampleLoop:
     passes: int = 1
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Make the scheduler of the rate within a round. None: it stays the same."""
+        """Make the scheduler of the rate within a round, if any."""
         return None
 
     def seeded(self, round: LocalRound, purpose: int) -> AbstractContextManager[None]:
-        """Return a context of random numbers by seed, client, round and ``purpose`` alone."""
+        """Return a context of random numbers by seed, client, round and ``purpose``."""
         seed = int(seeded(self.seed, self.client, round.instruction.round, purpose).integers(2**62))
         return torch_seed(seed, inputs_like(round.model).device)
 
@@ -196,11 +196,11 @@ class SampleLoop:
         return IndexBatches(self.samples, indices, inputs_like(round.model), augment)
 
     def measure(self, round: LocalRound) -> None:
-        """Make the statistics pass over the samples, or over a seeded subset of them."""
+        """Make the statistics pass over the samples, or a seeded subset."""
         round.statistics_pass.measure(lambda: self.pass_inputs(round))
 
     def pass_inputs(self, round: LocalRound) -> Iterator[Any]:
-        """Return the statistics pass's inputs on the network's device, and count samples."""
+        """Return and count the statistics pass's inputs, on the network's device."""
         own, how, n, like = round.statistics_pass, round.statistics_pass.how, len(self.samples), inputs_like(round.model)
         own.samples = how.size(n, round.settings.planned(n))
         size = round.settings.batch_size if how.measured == NORMALISERS else PASS_BATCH
@@ -208,14 +208,11 @@ class SampleLoop:
         return (self.samples.batch(index, like)[0] for index in pieces(n, replace(how, samples=own.samples), rng, size))
 
     def optimizer(self, round: LocalRound) -> Optimizer:
-        """Make the optimiser of the round's settings, with the round's learning rate."""
+        """Make the optimiser with the round's learning rate."""
         return round.settings.make_optimizer(round.parameters.values(), round.instruction.learning_rate)
 
     def weighed(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
-        """Return the samples that the client weighs (all, if it only measures), and the mean loss.
-
-        ``batches`` is empty if the round only measures. ``trained`` is the result of each pass over them.
-        """
+        """Return the samples that the client weighs (all, if it only measures), and the mean loss."""
         n = len(self.samples)
         if not round.trains:
             return Outcome(n, client=self.client)
@@ -224,7 +221,7 @@ class SampleLoop:
 
 
 TRAINER: ContextVar[Callable[[SampleLoop, LocalRound], Outcome]] = ContextVar("trainer", default=SampleLoop.__call__)
-"""How a client of a Flower app trains by its loop: alone or, in a thread of ``engines.vectorised``, with others."""
+"""How a Flower app's client trains by its loop: alone or, in ``engines.vectorised``, with others."""
 
 
 def alone(

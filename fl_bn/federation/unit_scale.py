@@ -1,11 +1,12 @@
 """Rescale weights before round 1: every BatchNorm layer's input gets the deviation ``Method.scale``.
 
-A new network's activations have a small standard deviation, by which normalisation divides, so gradients are
-large. With BatchNorm this does little harm, because they are orthogonal to the weights. If training
-normalises with constants, the first rounds diverge. So weights, means and deviations are divided by the same
-number: the network computes the same function (up to ``eps``) with smaller gradients. This is the
-initialisation LSUV, with statistics of all clients (All You Need Is a Good Init, Mishkin and Matas, ICLR
-2016). In the paper the deviation is 1.
+A new network's activations have a small standard deviation, by which normalisation
+divides, so gradients are large. With BatchNorm they do little harm: they are orthogonal
+to the weights. If training normalises with constants, the first rounds diverge. So
+weights, means and deviations are divided by the same number: the network computes the
+same function (up to ``eps``) with smaller gradients. This is the initialisation LSUV,
+with statistics of all clients (All You Need Is a Good Init, Mishkin and Matas, ICLR 2016,
+where the deviation is 1).
 
 Symbols: s -> deviation.
 """
@@ -31,24 +32,26 @@ PRODUCERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ELEMENTWISE: tuple[Any, ...] = (
     nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Dropout, F.relu, F.leaky_relu, F.dropout, torch.relu, "relu",
 )  # fmt: skip
-"""Operations that compute each value by itself. After a linear layer, pooling would mix features."""
+"""Operations on each value by itself. After a linear layer, pooling would mix features."""
 POOLING = (nn.Dropout2d, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d)
 HOMOGENEOUS = (*ELEMENTWISE, *POOLING)
-"""Operations f with f(a x) = a f(x) for a positive factor a per channel: module types, functions, and names of methods."""
+"""Operations f with f(a x) = a f(x) for a positive factor a per channel."""
 MUCH = 0.01
-"""The relative change of a channel's output from which on it is made up for: eps counts where BatchNorm's input varies little."""
+"""The relative change of a channel's output by eps, from which it is made up for."""
 
 
 def producers(model: nn.Module) -> dict[str, str]:
     """Return the pairs to rescale: name of a BatchNorm layer -> name of the layer before it.
 
-    Only this BatchNorm layer may use the output of the layer before, directly or through ``HOMOGENEOUS``
-    operations (ReLU, pooling). That layer must be one of ``PRODUCERS`` and be trained. Its weight must not be
-    shared, computed from other tensors (spectral norm), or read by the network's own ``forward``. Both must run
-    once per forward pass, without hooks. All this must hold in both modes of the network.
+    Only this BatchNorm layer may use the output of the layer before, directly or through
+    ``HOMOGENEOUS`` operations (ReLU, pooling). That layer must be one of ``PRODUCERS``
+    and be trained. Its weight must not be shared, computed from other tensors (spectral
+    norm), or read by the network's own ``forward``. Both must run once per forward pass,
+    without hooks. All this must hold in both modes of the network.
 
     Raises:
-        ValueError: torch.fx cannot trace the network (control flow that depends on data, say).
+        ValueError: torch.fx cannot trace the network (control flow that depends on data,
+            say).
     """
     # copies, as forward may store torch.fx's stand-ins, and torch.fx cannot trace a wrapper (torch.compile, DataParallel)
     found = [_pairs(unwrapped(copied(model).train(mode))) for mode in (True, False)]
@@ -101,10 +104,11 @@ def rescaled(
 ) -> dict[str, Tensor]:
     """Return the tensors that change to give each BatchNorm layer's input deviation ``scale``.
 
-    Let s be ``sqrt(var + eps) / scale`` of a channel. Weight and bias of the layer before BatchNorm (``sources``,
-    see ``producers``) are divided by s, and so is the running mean. The running variance is divided by s^2, and
-    becomes ``scale**2 * var / (var + eps)``. Where eps changes a channel's output by more than ``MUCH``,
-    BatchNorm's own weight makes up for it; a layer without one is left as it is.
+    Let s be ``sqrt(var + eps) / scale`` of a channel. Weight and bias of the layer before
+    BatchNorm (``sources``, see ``producers``) and the running mean are divided by s. The
+    running variance becomes ``scale**2 * var / (var + eps)``. Where eps changes a
+    channel's output by more than ``MUCH``, BatchNorm's own weight makes up for it; a
+    layer without one is left as it is.
     """
     new: dict[str, Tensor] = {}
     for norm, source in sources.items():
@@ -127,7 +131,7 @@ def rescaled(
 
 
 def _changed(layer: nn.Module) -> bool:
-    """Return whether hooks or a ``forward`` on the object may change what ``layer`` computes."""
+    """Return whether hooks or an own ``forward`` may change what ``layer`` computes."""
     return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 
 
@@ -137,7 +141,7 @@ class _Tracer(fx.Tracer):
 
 
 def _source(norm: fx.Node, modules: Mapping[str, nn.Module], between: tuple[Any, ...] = HOMOGENEOUS) -> str | None:
-    """Return the module whose output only ``norm`` uses, perhaps through ``between``, or None."""
+    """Return the module whose output only ``norm`` uses, perhaps through ``between``, if any."""
     node = norm.all_input_nodes[0] if norm.all_input_nodes else None
     while node is not None and len(node.users) == 1:
         if node.op == "call_module" and type(modules[str(node.target)]) not in between:

@@ -30,12 +30,12 @@ with warnings.catch_warnings():  # PyTorch warns once in a process that it has n
 
 
 def nbytes(payload: Mapping[str, Mapping[str, Tensor | np.ndarray]]) -> int:
-    """Return the number of bytes of all tensors or arrays, without messages' headers."""
+    """Return the bytes of all tensors or arrays, without messages' headers."""
     return sum(int(array.nbytes) for arrays in payload.values() for array in arrays.values())
 
 
 def section_bytes(payload: Mapping[str, Mapping[str, Tensor | np.ndarray]]) -> dict[str, int]:
-    """Return section -> the number of bytes of its tensors."""
+    """Return section -> bytes of its tensors."""
     return {section: nbytes({section: tensors}) for section, tensors in payload.items()}
 
 
@@ -53,7 +53,7 @@ def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     """Convert tensors to NumPy arrays, by the same names.
 
     Raises:
-        WireError: NumPy does not have a tensor's dtype, so the tensor cannot be sent.
+        WireError: NumPy does not have a tensor's dtype.
     """
     arrays: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
@@ -93,7 +93,7 @@ def decode_moments(tensors: Named) -> dict[str, Moments]:
 
 
 def views(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """Return tensors in the arrays' memory, a part of a message's bytes. Do not change them."""
+    """Return tensors in received arrays' memory. Do not change them."""
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
@@ -103,15 +103,19 @@ class Instruction:
 
     Attributes:
         phase: The phase of the round. ``Phase.MEASURE``: clients only measure statistics.
-        sections: Section -> name in the state_dict -> tensor: ``weights``, ``statistics`` if they are shared, auxiliary
-            tensors in training (control variates, momentum), and perhaps ``start``, initial values of kept tensors.
-        measured: The moments that a statistics-only exchange measures: ``inputs``, those of the layers' inputs,
-            or ``normalisers``, those with which training batches are normalised.
-        signature: The signature of model and method, see ``Locality.signature``; empty: not checked.
-        memory: The most bytes of activations that a client may keep in an exchange that goes layer by layer.
-        rate_share: ``learning_rate`` divided by the schedule's rate, below 1 if the method lowers the rate
-            because statistics are frozen (``Method.learning_rate``).
-        objective: The expected objective of the client, as text (``Objective.described``). Empty: not checked.
+        sections: Section -> name in the state_dict -> tensor: ``weights``, ``statistics``
+            if shared, auxiliary tensors in training, and perhaps ``start``, initial
+            values of kept tensors.
+        measured: The moments that a statistics-only exchange measures: the layers'
+            ``inputs``, or ``normalisers``, those with which training batches are
+            normalised.
+        signature: That of model and method, see ``Locality.signature``; empty: not
+            checked.
+        memory: The most bytes of activations in an exchange that goes layer by layer.
+        rate_share: ``learning_rate`` divided by the schedule's rate, below 1 if the
+            method lowers it because statistics are frozen (``Method.learning_rate``).
+        objective: The expected objective as text (``Objective.described``). Empty: not
+            checked.
     """
 
     round: int
@@ -135,11 +139,12 @@ class ClientState:
     """Hold the state that a client keeps between its rounds.
 
     Attributes:
-        round: The round after which the client stored this state; 0 before the client's first round.
-        sections: Section -> name -> tensor. ``local`` has the model's tensors that the method keeps at the client.
-            ``momentum``, ``objective`` and ``optimizer`` have the buffers that the next round needs.
+        round: The round after which the client stored it; 0 before the first.
+        sections: Section -> name -> tensor. ``local`` has the tensors that the method
+            keeps at the client. ``momentum``, ``objective`` and ``optimizer`` have
+            buffers for the next round.
         counted: Whether the server used the client's reply of that round.
-        signature: The signature of model and method. Empty: not known.
+        signature: The signature of model and method, if known.
     """
 
     round: int = 0
@@ -160,15 +165,17 @@ class Reply:
     """Hold one client's reply after a round.
 
     Attributes:
-        sections: Section -> name -> tensor: ``weights`` or ``gradients``, ``statistics`` or ``moments`` if the
-            method reports them, and auxiliary tensors.
-        samples: The number of different samples that the client trained on, or measured. With
-            ``LocalTraining.weigh_all``, the number of all its samples.
-        weight: The client's weight in averages: ``samples``, but in phase EXCHANGE the size of the first batch.
-        metrics: Numbers by name. ``loss``: the mean over the training batches. ``steps``: local steps.
-            ``batch``: samples of the first batch. ``measured``: samples of a statistics pass. ``waited``:
-            seconds in exchanges. ``kept``: the round of the state that the client began with. ``before`` and
-            ``after``: the task's metric on the client's test data, before and after local training, if measured.
+        sections: Section -> name -> tensor: ``weights`` or ``gradients``, ``statistics``
+            or ``moments`` if the method reports them, and auxiliary tensors.
+        samples: The number of different samples that the client trained on or measured,
+            of all its samples with ``LocalTraining.weigh_all``.
+        weight: The client's weight in averages: ``samples``, but in phase EXCHANGE the
+            size of the first batch.
+        metrics: Numbers by name. ``loss``: the mean over the training batches. ``steps``:
+            local steps. ``batch``: samples of the first batch. ``measured``: samples of a
+            statistics pass. ``waited``: seconds in exchanges. ``kept``: the round of the
+            state that the client began with. ``before`` and ``after``: the task's metric
+            on the client's test data, before and after local training.
         largest: The largest absolute value in the sections; 0 if unknown.
     """
 
@@ -200,11 +207,10 @@ class RoundReplies:
         parts: The usable replies, in client order.
         refused: Client -> the reason why its reply is not used.
         wrong: Clients whose reply breaks the protocol: they are faulty or Byzantine.
-        exchange: The session of the layer-wise exchange (FedTAN), if there was one.
-        carrier: The transport of this exchange's messages, see ``exchange.settings``; empty without an exchange.
+        exchange: The session of the layer-wise exchange (FedTAN), if any.
+        carrier: The transport of this exchange's messages, if any.
         messages: The number of messages that each client received.
-        sum: The weighted sum of the replies' weights or gradients, if they were added as they arrived, and then
-            left out.
+        sum: The weighted sum of weights or gradients, if they were added as they arrived.
     """
 
     cohort: Sequence[int]

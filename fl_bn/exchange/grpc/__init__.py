@@ -1,1 +1,1 @@
-"""Run the layer-wise exchange over gRPC: ``service`` in the ServerApp's process, ``client`` at a client."""
+"""Run the layer-wise exchange over gRPC: ``service`` at the server, ``client`` at a client."""

@@ -18,17 +18,19 @@ MOST = 2.0**31 - 1  # the largest number of milliseconds or seconds that gRPC ta
 
 
 class GrpcExchange:
-    """Take part in a layer-wise exchange as one client, over gRPC. Making the object joins the round.
+    """Take part in a layer-wise exchange over gRPC. Making the object joins the round.
 
     Args:
         address: HOST:PORT of the service.
-        token: the client's token for this round, from its train message.
-        authority: the certificate authority's certificate, in PEM. Empty: no encryption.
+        token: the client's token for this round.
+        authority: the authority's certificate, in PEM. Empty: no encryption.
         timeout: seconds that the whole stream may last.
-        patience: seconds without an answer to a ping, after which the server counts as dead.
+        patience: seconds without an answer to a ping, after which the server counts as
+            dead.
 
     Raises:
-        ExchangeFailed: the service cannot be reached or refuses the client, or not all clients join.
+        ExchangeFailed: the service cannot be reached or refuses the client, or not all
+            clients join.
     """
 
     def __init__(
@@ -60,12 +62,12 @@ class GrpcExchange:
             raise
 
     def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
-        """Average ``local`` (d,) over the cohort, as ``Exchange`` says."""
+        """Average ``local`` (d,), as ``Exchange`` says."""
         leaving("exchange", local.numel() * local.element_size(), self.batch)
         return checked(self._ask(Local(key, local.detach().cpu(), count), local.dtype), key, local)
 
     def close(self, error: str = "") -> None:
-        """Leave the round: with an ``error`` at once, else when the server has ended the stream."""
+        """Leave the round: at once with an ``error``, else when the server has ended the stream."""
         if self._closed:
             return
         self._closed = True

@@ -2,11 +2,11 @@
 
 With 5 clients an exchange takes 1.0 ms with asyncio, and 1.3 ms with a thread per stream.
 
-A message is a line of JSON, and the values after it, little-endian. A stream's first request is
-``{"join": batch}``, where 0 says that the client takes no part in this round. Its last one is
-``{"leave": true}``. All others have ``layer``, ``quantity``, ``call`` and ``count``, and a client's vector.
-Each but the last gets one answer, ``{"count": ..., "batch": ...}`` and the cohort's vector, once all clients
-of the round have sent theirs. A stream that ends without a leave means that its client has died.
+A message is a line of JSON, and the values after it, little-endian. A stream's first
+request is ``{"join": batch}``, its last one ``{"leave": true}``. All others have
+``layer``, ``quantity``, ``call`` and ``count``, and a vector. Each but the last gets one
+answer, ``{"count": ..., "batch": ...}`` and the cohort's vector. If a stream ends without
+a leave, its client has died.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ class Member:
     """Hold a client of a session, whose token admits one stream.
 
     Attributes:
-        context: gRPC's object for the client's stream. None: the client has not connected yet.
-        busy: whether the stream's handler is answering a request or ending the stream. If it is, nobody
-            else may end it.
-        ended: whether the stream's handler has ended.
+        context: gRPC's object for the stream; None until the client connects.
+        busy: whether the stream's handler is at work, so that nobody else may end the
+            stream.
     """
 
     session: Session
@@ -63,9 +62,8 @@ class ExchangeService:
 
     Args:
         port: the first port to try. 0: any free one.
-        largest: the length in bytes of the longest vector of any layer. gRPC refuses longer ones before
-            reading them.
-        certificates: the PEM files for TLS. None: connections are not encrypted.
+        largest: the bytes of the longest vector. gRPC refuses longer ones unread.
+        certificates: the PEM files for TLS. None: no encryption.
         ports: how many ports are tried, from ``port`` on.
 
     Raises:
@@ -85,7 +83,7 @@ class ExchangeService:
         self._server: grpc.aio.Server | None = None
 
     def start(self) -> Self:
-        """Start to listen, or raise ``OSError``, and return this service."""
+        """Start to listen, or raise ``OSError``."""
         self._thread.start()
         try:
             self._wait(self._start())
@@ -95,7 +93,7 @@ class ExchangeService:
         return self
 
     def stop(self) -> None:
-        """Fail every session that is still open, then close all streams, the socket and the thread."""
+        """Fail every open session, then close all streams, the socket and the thread."""
         for session in self._sessions():
             session.fail("the exchange service was stopped")
         if self._server is not None:
@@ -107,7 +105,7 @@ class ExchangeService:
         self._loop.close()
 
     def open(self, session: Session) -> dict[int, str]:
-        """Admit the clients of ``session``, and return an unguessable token for each one's stream."""
+        """Admit the clients of ``session``, and return an unguessable token for each one."""
         self._strangers = 0
         tokens = {client: secrets.token_hex(32) for client in sorted(session.active)}
         self._members.update({token: Member(session, client) for client, token in tokens.items()})
@@ -232,7 +230,7 @@ def _resolve(future: asyncio.Future[Answer | ExchangeFailed], answer: Answer | E
 
 
 def encode_request(request: Request | None) -> bytes:
-    """Convert a client's request to a message. None: the client leaves the session."""
+    """Convert a client's request to a message. None: the client leaves."""
     if isinstance(request, Local):
         key = request.key
         return _packed(request.values, layer=key.layer, quantity=key.quantity.value, call=key.call, count=request.count)
@@ -240,13 +238,11 @@ def encode_request(request: Request | None) -> bytes:
 
 
 def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
-    """Convert a message to a client's request.
-
-    ``layers`` are those that may be exchanged. None: the client leaves the session.
+    """Convert a message to a request for one of ``layers``. None: the client leaves.
 
     Raises:
-        Refused: the message cannot be read, or names an unknown layer or quantity. Or its bytes are no whole
-            number of the layer's values. How many there must be is the session's rule.
+        Refused: the message is unreadable, names an unknown layer or quantity, or has no
+            whole number of values.
     """
     head, _, values = data.partition(b"\n")
     try:
@@ -264,12 +260,12 @@ def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
 
 @lru_cache(maxsize=8)
 def encode_answer(answer: Answer) -> bytes:
-    """Convert an answer to a message. One message serves all clients of a cohort."""
+    """Convert an answer to a message, which serves all clients of a cohort."""
     return _packed(answer.values, count=answer.count, batch=answer.batch)
 
 
 def decode_answer(data: bytes, dtype: torch.dtype) -> Answer:
-    """Convert a message to an answer with values of ``dtype``. Errors of parsing are raised as they come."""
+    """Convert a message to an answer with values of ``dtype``, without catching errors of parsing."""
     head, _, values = data.partition(b"\n")
     fields = json.loads(head)
     return Answer(_tensor(values, dtype), _whole(fields["count"]), _whole(fields["batch"]))

@@ -36,12 +36,14 @@ Value = TypeVar("Value", Instruction, ClientState, Reply)
 
 @dataclass(frozen=True)
 class Own:
-    """Hold the loaders and settings of one client. They may differ from client to client.
+    """Hold the loaders and settings of one client.
 
     Attributes:
-        make_optimizer: Makes an optimiser for given parameters, with the learning rate before ``schedule``.
-        make_scheduler: Makes the scheduler of the learning rate within a round. None: the rate stays the same.
-        rate_share: The client's learning rate divided by the instruction's learning rate.
+        make_optimizer: Makes an optimiser of parameters, with the learning rate before
+            ``schedule``.
+        make_scheduler: Makes a scheduler of the rate within a round. None: it stays the
+            same.
+        rate_share: The client's learning rate divided by the instruction's.
     """
 
     loader: Loader
@@ -59,7 +61,7 @@ class Clients:
     Attributes:
         model: The network, converted for ``method``; it stays unchanged.
         schedule: ``schedule(round, rounds)`` returns the factor of the learning rate.
-        given: The parameters of the user's own network, of which clients train copies.
+        given: The parameters of the user's own network, which is only copied.
     """
 
     model: nn.Module
@@ -82,10 +84,9 @@ class Clients:
 
     @contextmanager
     def given_unused(self) -> Iterator[None]:
-        """Check that training in the block gives no gradient to the network that the user gave.
+        """Raise ValueError if training in the block gives a gradient to the user's own network.
 
-        Raises:
-            ValueError: It does, so the loss uses this network, whose weights never change: clients train copies.
+        Its weights never change, since clients train copies.
         """
         before = [(id(p.grad), -1 if p.grad is None else p.grad._version) for p in self.given]
         yield
@@ -101,7 +102,7 @@ class Clients:
         return instruction if share == 1 else replace(instruction, learning_rate=instruction.learning_rate * share)
 
     def compute(self, instruction: Instruction, rounds: int, client: int, kept: ClientState, connect: Connect | None = None) -> Result:
-        """Carry out a client's round alone: training, or its part of a statistics-only exchange."""
+        """Carry out a client's round alone, training or measuring."""
         try:
             own, loop = self.instruction(client, instruction), LoaderLoop(self, client, rounds)
             with self.network.lend() as lent:
@@ -113,7 +114,7 @@ class Clients:
 
 
 class LoaderLoop(SampleLoop):
-    """Train on the batches of one client's loader, in a run of ``rounds`` rounds."""
+    """Train on one client's loader, in a run of ``rounds`` rounds."""
 
     def __init__(self, clients: Clients, client: int, rounds: int) -> None:
         own = self.own = clients.own[client]
@@ -136,11 +137,11 @@ class LoaderLoop(SampleLoop):
             round.measure(self.own.loader, self.task)
 
     def pass_inputs(self, round: LocalRound) -> Iterator[Any]:
-        """Yield the inputs of the statistics pass, batch by batch."""
+        """Yield the statistics pass's inputs, batch by batch."""
         return round.statistics_pass.inputs(self.own.loader, self.task)
 
     def optimizer(self, round: LocalRound) -> Optimizer:
-        """Make a fresh optimiser with the round's learning rate, and check it."""
+        """Make and check an optimiser with the round's learning rate."""
         optimizer = self.own.make_optimizer(round.parameters.values())
         check_parameters(optimizer, round.parameters.values())
         for group in optimizer.param_groups:
@@ -152,11 +153,11 @@ class LoaderLoop(SampleLoop):
         return optimizer
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Make the scheduler of the rate within the round; None if the rate stays the same."""
+        """Make the scheduler of the rate within the round, if any."""
         return None if self.own.make_scheduler is None else self.own.make_scheduler(optimizer)
 
     def weighed(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
-        """Return the samples of an epoch (0: no batch) and mean loss, or the measured samples."""
+        """Return an epoch's samples (0: no batch) and mean loss, or the measured samples."""
         if not round.trains:
             return Outcome(round.statistics_pass.samples, client=self.client)
         if (count := sum(part.samples for part in trained)) == 0:
@@ -166,10 +167,10 @@ class LoaderLoop(SampleLoop):
 
 
 def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Check that a user's optimiser updates some of the ``parameters`` it was given, and no others.
+    """Check that a user's optimiser updates some of its given ``parameters``, and no others.
 
     Raises:
-        ValueError: It does not: the function ignores its argument, or did not make the optimiser anew.
+        ValueError: The function ignores its argument, or did not make the optimiser anew.
     """
     given = {id(p) for p in parameters}
     mine = [p for group in optimizer.param_groups for p in group["params"]]
@@ -188,10 +189,11 @@ class CannotMove(ValueError):
 class InWorkers:
     """Compute clients in ``count`` processes, each of which reads the pickled clients once.
 
-    Tasks and functions are sent anew for every round, with what the user's code changes in them. Data is not.
+    Tasks and functions are sent for every round, with changes by the user's code. Data is
+    not.
 
     Raises:
-        CannotMove: A loader has worker processes of its own, or joblib's cloudpickle cannot pickle the clients.
+        CannotMove: A loader has worker processes, or the clients cannot be pickled.
     """
 
     def __init__(self, clients: Clients, count: int) -> None:
@@ -215,7 +217,7 @@ class InWorkers:
         self._folder.cleanup()
 
     def work(self, instruction: Instruction, rounds: int, clients: Sequence[int], kept: Sequence[ClientState]) -> list[Result]:
-        """Compute clients' rounds. Return replies and new states in their order, or raise the first client's error."""
+        """Compute clients' rounds in order, or raise the first client's error."""
         packed, same = _packed(instruction), (torch.get_num_threads(), torch.get_default_dtype())
         every = [self._clients.own[client] for client in clients]
         functions = [(one.task, one.make_optimizer, one.make_scheduler, self._clients.schedule) for one in every]
@@ -247,8 +249,8 @@ def _work(
 ) -> Any:
     """Compute one client's round in a worker process. Tensors travel as NumPy arrays.
 
-    The worker uses as many threads as its parent (``same``), for the same order of sums. ``states`` are those of
-    the loader's generators, and their new states are returned.
+    The worker uses as many threads as its parent (``same``), for the same order of sums,
+    and gets and returns ``states`` of the loader's generators.
     """
     threads, dtype = same
     torch.set_num_threads(threads)

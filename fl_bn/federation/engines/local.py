@@ -45,10 +45,10 @@ class LocalTransport(Transport):
     Args:
         server: The federation's server.
         clients: All clients, with their loaders and settings.
-        tests: Each client's test batches, if there are any.
-        workers: The number of processes that compute clients. 0: this process at first, and several worker
-            processes as soon as they save time (see ``WorkerTiming``), if the clients can be moved.
-        one_program: Whether clients are computed together in one vectorised program, if possible.
+        tests: Each client's test batches, if any.
+        workers: The number of processes that compute clients. 0: this process, and worker
+            processes once they save time (``WorkerTiming``).
+        one_program: Whether a vectorised program computes clients together, if possible.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class LocalTransport(Transport):
 
     @contextmanager
     def serving(self, rounds: int, first: int = 1) -> Iterator[None]:
-        """Prepare for ``rounds`` rounds in the block, with worker processes if ``workers`` is above 1."""
+        """Prepare for ``rounds`` rounds in the block, with processes if ``workers`` is above 1."""
         self._rounds = rounds
         if first == 1:
             self.kept = [replace(kept, round=0) for kept in self.kept]  # the state of an earlier run counts as from before round 1
@@ -83,7 +83,7 @@ class LocalTransport(Transport):
         self._serving.callback(workers.close)
 
     def train(self, instruction: Instruction) -> RoundReplies:
-        """Let the round's cohort train, and return the checked replies."""
+        """Let the cohort train, and return the checked replies."""
         everyone, session = self.cohort(instruction.round), None
         cohort = [client for client in everyone if client not in self.server.left_out] or everyone
         with self.clients.given_unused():
@@ -104,15 +104,15 @@ class LocalTransport(Transport):
         return self._checked(replies, instruction, session)
 
     def measure(self, instruction: Instruction) -> RoundReplies:
-        """Let all clients or the cohort, as the method requires, measure. Return checked replies."""
+        """Let all clients or the cohort, as the method requires, measure."""
         everyone = self._measuring(instruction)
         return self._checked(self._in_parts(instruction, everyone), instruction, None, everyone)
 
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
-        """Let clients measure layer by layer, by one forward pass each. Return checked replies.
+        """Let clients measure layer by layer, by one forward pass each.
 
-        Return None if there are too many clients, their networks have no fixed order of layers, a client left the
-        exchange, or clients are computed in one vectorised program.
+        Return None if there are too many clients, their networks have no fixed order of
+        layers, a client left the exchange, or one vectorised program computes them.
         """
         everyone = self._measuring(instruction)
         if self._one_program or turns.too_many(len(everyone), self.clients.model):
@@ -130,9 +130,9 @@ class LocalTransport(Transport):
         return self._checked(replies, instruction, session, everyone)
 
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate on the clients' test batches. Return mean metrics, none without batches.
+        """Evaluate on the clients' test batches, if any. Return mean metrics.
 
-        If clients differ in model, task or batches, the round's record gets each client's metrics.
+        If clients differ in model, task or batches, the record gets each one's metrics.
         """
         if self._tests is None:
             return {}
@@ -143,9 +143,9 @@ class LocalTransport(Transport):
     def evaluate_on(self, tests: Sequence[Loader], model: nn.Module) -> tuple[dict[str, float], dict[int, dict[str, float]]]:
         """Evaluate ``model`` on each client's test batches, by the client's task.
 
-        Return the mean metrics over clients with batches, and client -> metrics, empty if all have the same model,
-        batches and task. If clients keep tensors (FedBN), only those that have trained so far are evaluated, with
-        their own models. Before any has trained, all are evaluated with ``model``.
+        Return mean metrics, and client -> metrics, empty if all have the same model,
+        batches and task. If clients keep tensors (FedBN), those that have trained are
+        evaluated with their own models, or all with ``model`` before.
 
         Raises:
             ValueError: No client has a test batch.
@@ -170,28 +170,25 @@ class LocalTransport(Transport):
         return over_samples([(own[client].count, result) for client, result in results.items()]), results
 
     def model(self, tensors: Named, batches: int = 0) -> nn.Module:
-        """Return the shared network in evaluation mode, ``batches`` added to ``num_batches_tracked``."""
+        """Return the shared network for evaluation, ``batches`` added to ``num_batches_tracked``."""
         model = copied(self.server.model)
         load_tensors(model, {**self.server.shared.counters(batches), **tensors})
         return model.eval()
 
     def with_own(self, model: nn.Module, client: int) -> nn.Module:
-        """Return a copy of ``model`` with the tensors that ``client`` keeps."""
+        """Return a copy of ``model`` with the client's own tensors."""
         own = copied(model)
         load_tensors(own, self.kept[client].get("local"))
         return own
 
     def finish_round(self, number: int, changed: bool) -> None:
-        """Record in the kept states of the cohort whether the server used the replies.
-
-        If the round has not ``changed`` the model, it used none.
-        """
+        """Record in the cohort's states whether the server used the replies."""
         counted = {client.client for client in self.server.record.accepted if changed}
         for client in self.cohort(number):
             self.kept[client] = replace(self.kept[client], counted=client in counted)
 
     def cohort(self, number: int) -> list[int]:
-        """Return the clients that train in round ``number``, drawn by the seed, ascending."""
+        """Return the clients of round ``number``, drawn by the seed, ascending."""
         everyone = range(len(self.clients.own))
         return sorted(Random(f"{self.clients.seed}/{number}").sample(everyone, self._cohort_size))
 
@@ -210,7 +207,7 @@ class LocalTransport(Transport):
         return checked(replies, expected, self.server.policy.clients, session, cohort)
 
     def _in_parts(self, instruction: Instruction, clients: Sequence[int]) -> list[Reply]:
-        """Compute replies in groups of ``AT_ONCE``, each together if possible, else one by one."""
+        """Compute replies in groups of ``AT_ONCE``, each together if possible."""
         parts = [clients[begin : begin + AT_ONCE] for begin in range(0, len(clients), AT_ONCE)]
         return [reply for part in parts for reply in self._together(instruction, part) or self._one_by_one(instruction, part)]
 
@@ -231,7 +228,7 @@ class LocalTransport(Transport):
         return reply
 
     def _warn_of(self, round: int, client: int, reply: Reply) -> None:
-        """Warn once per client of left out batches of one sample, or of a loader without a batch."""
+        """Warn once per client of batches of one sample left out, or of a loader without a batch."""
         left_out = int(reply.metrics.get(LEFT_OUT, 0))
         if client not in self._warned and (left_out or not reply.samples):
             self._warned.add(client)
@@ -267,9 +264,10 @@ class LocalTransport(Transport):
             return client_rounds(rounds, [LoaderLoop(own, client, self._rounds) for client in clients], self.clients.device)
 
     def _exchange(self, instruction: Instruction, clients: Sequence[int]) -> tuple[list[Reply], Session]:
-        """Let ``clients`` exchange layer by layer. Return replies, and the exchange's session.
+        """Let ``clients`` exchange layer by layer. Return replies and session.
 
-        A client runs until it waits for the others in the exchange, or is finished. Then the next one runs.
+        A client runs until it waits for the others or is finished. Then the next one
+        runs.
         """
         defence = self.server.defence
         session = Session(clients, self.server.shared.exchanged(), average=defence.average, believing=not defence.active)

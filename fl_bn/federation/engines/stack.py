@@ -30,8 +30,8 @@ class _Holder(nn.Module):
 class Stack:
     """Hold the tensors of K networks, stacked along a first axis (K, ...), on ``template``'s device.
 
-    All rows run with the modes and hooks of ``template``, a network with the same layers. The stacked
-    ``parameters`` are leaf tensors, so that an elementwise optimiser steps all rows at once.
+    All rows run with ``template``'s modes and hooks. The stacked ``parameters`` are leaf
+    tensors, so that an elementwise optimiser steps all rows at once.
     """
 
     def __init__(self, models: Sequence[nn.Module], template: nn.Module) -> None:
@@ -52,11 +52,13 @@ class Stack:
     ) -> tuple[Tensor, Seen]:
         """Run ``answer(network, *batch)`` for networks ``rows``, and update their buffers.
 
-        The tensors of ``batch`` are stacked: (len(rows), B, ...). ``observed`` is layer -> a list that the template's
-        hooks fill, empty afterwards. Return the stacked results, and layer -> each row's moments.
+        ``batch`` is stacked: (len(rows), B, ...). The template's hooks fill the lists of
+        ``observed`` by layer, which are empty afterwards. Return the stacked results, and
+        layer -> each row's moments.
 
         Raises:
-            RuntimeError: The forward pass draws random numbers, or cannot run for all rows at once.
+            RuntimeError: The forward pass draws random numbers, or cannot run for all
+                rows at once.
         """
         counts: dict[str, list[int]] = {}
 
@@ -95,7 +97,7 @@ class Stack:
 
 
 def groups(batches: Mapping[int, Sequence[Tensor]]) -> Iterator[tuple[list[int], tuple[Tensor, ...]]]:
-    """Yield the rows whose ``batches`` have equal shapes, and their stacked batches."""
+    """Yield rows whose ``batches`` have equal shapes, and their stacked batches."""
     by_shape: dict[Any, list[int]] = {}
     for row, parts in batches.items():
         by_shape.setdefault(tuple(part.shape for part in parts), []).append(row)

@@ -1,8 +1,8 @@
 """Compute a cohort's clients in one vectorised program (``torch.func.vmap``).
 
-The results are those of one client after the other, except for rounding: sums have another order. Batches of
-one step are grouped by size, which is exact for every layer, without masks for padding. A client without
-further batches stays unchanged while the others go on. A GPU gains most, a CPU little.
+Results are those of one client after the other, up to the order of sums. Batches of one
+step are grouped by size, which is exact for every layer. A client without further batches
+stays unchanged. A GPU gains most, a CPU little.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ LOGGER = logging.getLogger("flwr")
 T = TypeVar("T")
 ENGINES = SEQUENTIAL, VECTORISED = "sequential", "vectorised"
 AT_ONCE = 64
-"""The largest number of clients that are computed together. More clients gain little."""
+"""The most clients that are computed together. More gain little."""
 OBJECTIVES = (Objective, FedProx)
-"""Objectives for stacked clients: row k of the gradient of the sum of all losses is the gradient of client k's own loss."""
+"""Objectives for stacked clients: row k of the gradient of all losses is client k's own."""
 ELEMENTWISE = (SGD, Adam, optimizers.SGD, optimizers.Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop)
-"""Elementwise optimisers: the step of one parameter value depends only on this value and its own gradients."""
+"""Optimisers whose step of a value depends only on it and its own gradients."""
 PURE = {"torch", "torchvision", "fl_bn"}
-"""The packages whose networks, hooks and losses may run once for all clients together. They compute, and do nothing else: they
-change no attributes of the network (but buffers), draw no random numbers outside of torch, and compute the same whatever the
-size of the batch. Add the package of your own network: ``PURE.add("my_networks")``."""
+"""The packages whose networks, hooks and losses may run once for all clients together.
+
+They change no attributes of the network (but buffers), draw no random numbers outside of
+torch, and compute the same for every size of the batch. Add your own network's package:
+``PURE.add("my_networks")``.
+"""
 
 
 class CannotVectorise(ValueError):
@@ -63,10 +66,11 @@ def client_rounds(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], dev
 def outcomes(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], device: torch.device | None = None) -> list[Outcome]:
     """Train and measure several clients together: what a ``SampleLoop`` does for one.
 
-    ``device`` is the stack's, by default the models'. Models on the CPU and a GPU's stack need the fewest copies.
+    ``device`` is the stack's, by default the models'. Models on the CPU and a GPU's stack
+    need the fewest copies.
 
     Raises:
-        CannotVectorise: There is an obstacle: torch cannot batch the network or the task, say.
+        CannotVectorise: torch cannot batch the network or the task, for example.
     """
     if reason := _why_not(rounds, [loop.samples for loop in loops], loops[0].task):
         raise CannotVectorise(reason)
@@ -87,7 +91,7 @@ class Fallback:
         self._reasons: set[str] = set()
 
     def say(self, reason: CannotVectorise) -> None:
-        """Log ``reason``, unless it was logged before."""
+        """Log ``reason`` once."""
         if str(reason) not in self._reasons:
             self._reasons.add(str(reason))
             LOGGER.warning("engine 'vectorised': these clients are computed one by one: %s", reason)
@@ -96,7 +100,7 @@ class Fallback:
 class TogetherTurns(Turns):
     """Run tasks which may each ask to train a client, and train these clients together.
 
-    A task that asks waits, until every task waits or has ended. ``fallback`` reports why one program is impossible.
+    A task waits until every task waits or has ended. ``fallback`` reports obstacles.
     """
 
     def __init__(self, tasks: int, fallback: Fallback) -> None:
@@ -130,7 +134,7 @@ class TogetherTurns(Turns):
         return task()
 
     def _trained(self, index: int, loop: SampleLoop, round: LocalRound) -> Outcome:
-        """Wait until the client of task ``index`` is trained, and return the outcome."""
+        """Wait until the client of task ``index`` is trained."""
         if round.trains and len(loop.samples) < round.settings.fewest(2):
             return loop(round)
         self._asked[index] = round, loop
@@ -142,7 +146,7 @@ class TogetherTurns(Turns):
 
 
 def _why_not(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Task) -> str:
-    """Return why ``rounds`` cannot be computed together, if known before training, else ""."""
+    """Return why ``rounds`` cannot be computed together, if known before training."""
     first, settings = rounds[0], rounds[0].settings
     if len({(own.phase, own.network.signature, repr(own.settings)) for own in rounds}) > 1:
         return "all clients of a cohort need the same network, method, phase and settings, but theirs differ"
@@ -175,7 +179,7 @@ def _why_not(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Tas
 
 
 def _foreign(model: nn.Module, task: Task) -> str:
-    """Return the package of a part of network or task outside ``PURE``; empty without one."""
+    """Return the package of a part outside ``PURE``, if any."""
     code: list[Any] = [type(task), vars(task).get("loss")]
     for module in model.modules():
         code += [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
@@ -186,7 +190,7 @@ def _foreign(model: nn.Module, task: Task) -> str:
 
 
 def measure_together(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], device: torch.device | None = None) -> None:
-    """Make the statistics passes of ``rounds``, and store moments in ``statistics_pass``."""
+    """Make the statistics passes of ``rounds``, and store their moments."""
     forward, by_client = loops[0].task.forward, [dict[str, list[Moments]]() for _ in rounds]
 
     def answer(model: nn.Module, x: Tensor) -> Tensor:
@@ -214,7 +218,8 @@ def train_together(
 ) -> list[Trained]:
     """Open and train all ``rounds`` on their ``batches``, as ``training.train`` does for one.
 
-    ``loop`` makes one optimiser, for the round with most batches, which steps all clients' stacked parameters.
+    ``loop`` makes one optimiser of all stacked parameters, for the round with most
+    batches.
     """
     with ExitStack() as opened, _refused():
         for round in rounds:
@@ -232,10 +237,7 @@ def train_together(
 
 
 class _Training:
-    """Train the clients of ``rounds`` as a stack, one row per client, those with more batches first.
-
-    So the clients that still train are always the first rows.
-    """
+    """Train ``rounds`` as a stack, those with more batches first, so that active clients are the first rows."""
 
     def __init__(
         self, rounds: Sequence[LocalRound], batches: Sequence[IndexBatches], loop: SampleLoop, device: torch.device | None
@@ -288,7 +290,7 @@ class _Training:
             self._leave(finished)
 
     def _forward(self, now: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the sum of the losses of ``now``. Its gradient's row k is that of client k's loss."""
+        """Return the sum of losses, whose gradient's row k is that of client k's loss."""
         losses = []
         for rows, (x, y) in groups(now):
             x, y = to_input(x.to(self.like.device), self.dtype), y.to(self.like.device)
@@ -302,7 +304,7 @@ class _Training:
 
     @contextmanager
     def _observing(self) -> Iterator[dict[str, list[Moments]]]:
-        """Record moments by layer in the block, if the method reports those of this step."""
+        """Record moments by layer in the block, if the method reports this step's."""
         reports = self.first.reports
         if reports in (StatisticsReport.BATCHES, StatisticsReport.MOVING) or (reports is StatisticsReport.FIRST and self.number == 0):
             with observe(self.stack.template, counts=lambda layer, x: layer.training) as observed:
@@ -311,7 +313,7 @@ class _Training:
             yield {}
 
     def _leave(self, rows: list[int]) -> None:
-        """Store the tensors of finished clients ``rows``, before the next step changes them."""
+        """Store finished clients' tensors, before the next step changes them."""
         device, every = inputs_like(self.first.model).device, {**self.stack.parameters, **self.stack.buffers}
         tensors = {name: (stack if len(rows) == len(stack) else stack[rows]).detach().to(device) for name, stack in every.items()}
         self.done.append((rows, tensors))
@@ -340,7 +342,7 @@ def _add(by_client: Sequence[dict[str, list[Moments]]], rows: Sequence[int], see
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Raise CannotVectorise for any error in the block: one by one, the user's code raises its own."""
+    """Raise CannotVectorise for any error in the block: one by one, user code raises its own."""
     try:
         yield
     except CannotVectorise:

@@ -31,14 +31,14 @@ MOST_WORKERS = 1024  # processes of one machine
 MOST_THREADS = 1024  # threads of one process; with 100,000, torch ends with a segmentation fault
 LOGGER = logging.getLogger("flwr")
 START = 8.0
-"""Seconds that new processes take to import torch and fl-bn. Measured: 4 on two idle cores (``benchmarks/startup.py``)."""
+"""Seconds that new processes take to import torch and fl-bn, on two idle cores."""
 WATCHED = 2
-"""The number of rounds that are timed before the decision. The first round also loads data and builds networks."""
+"""Rounds timed before the decision. The first also loads data and builds networks."""
 DIED = "its worker process died (killed, or out of memory)"
 
 
 class Done(NamedTuple):
-    """Hold the result of a task: the ``value`` it returned, or the ``error`` it raised."""
+    """Hold a task's returned ``value``, or the ``error`` it raised."""
 
     value: Any = None
     error: BaseException | None = None
@@ -47,8 +47,8 @@ class Done(NamedTuple):
 class Workers:
     """Run tasks in ``count`` processes; 0: one for each core that this process may use.
 
-    The processes start with the first task, or with ``load``. joblib keeps them for the next ``Workers`` for a
-    while. Large arrays in tasks' arguments are put into shared memory once, and are read-only.
+    They start with the first task, or with ``load``, and joblib keeps them for a while.
+    Large arrays in arguments are put into shared memory once, and are read-only.
 
     Raises:
         ValueError: ``count`` is negative, or above ``MOST_WORKERS``.
@@ -67,10 +67,11 @@ class Workers:
         self._loading = self._started()(delayed(_logged)(_load, (module,), sys.path) for _ in range(self.count))
 
     def run(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> Generator[Done]:
-        """Yield the result of ``function(*task)`` for every task, in the order of ``tasks``.
+        """Yield the result of ``function(*task)`` for every task, in order.
 
-        Log records of tasks are logged here in the same order. Take all results, or call ``close``. If a process
-        dies, the tasks without a result run again, one at a time. If theirs dies again, the error is ``WorkerDied``.
+        Tasks' log records are logged here in this order. Take all results, or call
+        ``close``. If a process dies, the tasks without a result run again, one at a time.
+        If theirs dies again, the error is ``WorkerDied``.
         """
         finished = 0
         with closing(self._attempt(function, tasks)) as first:
@@ -81,7 +82,7 @@ class Workers:
             yield next(self._attempt(function, [task]), Done(error=WorkerDied(DIED)))
 
     def close(self) -> None:
-        """Stop using the processes. joblib keeps them for later ``Workers``, or ends them."""
+        """Stop using the processes, which joblib keeps or ends."""
         self._loading = iter(())
         self._open.close()
         self._pool = None
@@ -108,7 +109,7 @@ class Workers:
 
 @contextmanager
 def _ended(results: Generator[Any]) -> Iterator[Generator[Any]]:
-    """Cancel the tasks that remain at the end of the ``with`` block, without joblib's warning."""
+    """Cancel the tasks that remain at the end of the block, without joblib's warning."""
     try:
         yield results
     finally:
@@ -127,7 +128,7 @@ def cores() -> int:
 
 
 process_executor._MAX_MEMORY_LEAK_SIZE = sys.maxsize
-"""joblib replaces a worker whose memory grew by 300 MB, here by data and networks. This line turns that off."""
+"""Keep joblib from replacing a worker whose memory grew by 300 MB, here by data and networks."""
 
 
 def _load(module: str) -> None:
@@ -201,7 +202,7 @@ class WorkerTiming:
     def worth_it(self, round: int) -> bool:
         """Tell whether workers from ``round`` on would save more than ``START`` seconds.
 
-        The last of at least ``WATCHED`` timed rounds tells how long the next ones take.
+        The last of at least ``WATCHED`` timed rounds is the measure.
         """
         before = [seconds for number, seconds in sorted(self.seconds.items()) if number < round]
         if self.workers < 2 or len(before) < WATCHED:
