@@ -143,9 +143,9 @@ def _with_data(config: RunConfig, node: Mapping[str, Any], counted: bool) -> Ite
 def site_data(train: Samples, test: Samples, counts: Sequence[int], own: str, counted: bool = False) -> Finding:
     """Check how many samples a site has, of what shape, and of which classes.
 
-    ``own`` is the data set that the site names, if any. A class is missing in ``counts``
-    (samples per class) with a warning, if the number of classes was ``counted`` from
-    these data.
+    ``own`` is the data set that the site names, if any. A class that is missing in
+    ``counts`` (samples per class) is a warning if the number of classes was ``counted``
+    from these data.
     """
     missing = [str(label) for label, count in enumerate(counts) if not count]
     text = f"own data ({own})" if own else "no data of its own, so this checks a client's share of the run's"

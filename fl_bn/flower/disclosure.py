@@ -5,8 +5,8 @@ statistics, all vectors of a layer-wise exchange, and the numbers of every evalu
 even if unused. It does not count unreadable replies, Flower's headers, and vectors of a
 round that ended before they were averaged.
 
-``samples`` of a ``Disclosure`` is the number of different samples behind a statistic,
-which few samples do not hide. ``values`` is the number of activations per channel.
+A statistic of few samples reveals them. ``samples`` of a ``Disclosure`` is the number of
+different samples behind a statistic. ``values`` is the number of activations per channel.
 
 The running statistics after one batch reveal those of the batch: ``(new - (1 - b) old) /
 b`` with momentum b. The weights after one step reveal its gradient, since the server

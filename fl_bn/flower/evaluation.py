@@ -39,7 +39,7 @@ CONVERTED = "evaluate_fn gets the arrays of the converted network, since %s repl
 
 
 class Evaluations:
-    """Evaluate the models of one run, of whose ``clients`` the metrics count.
+    """Evaluate the models of one run. The metrics of ``clients`` count.
 
     ``at_server`` maps the global model to metrics, where clients do not evaluate. ``own``
     combines the metrics of a user's app.

@@ -78,8 +78,7 @@ class Population:
             ``policy.at_start``, and an unfit node ends the run.
 
     Attributes:
-        absent: why each client is missing without which ``policy.min_sites`` lets the run
-            start.
+        absent: why clients are missing that ``policy.min_sites`` lets the run do without.
     """
 
     def __init__(self, grid: Grid, policy: ServerPolicy, signature: str, called: ClientNames, number: int, least: int = 0) -> None:

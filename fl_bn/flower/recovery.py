@@ -77,7 +77,7 @@ class Checkpoint:
 class Recovery:
     """Write a run's checkpoints, and go back to one.
 
-    They are ``every`` so many rounds, but not after the last; 0: never. ``store`` returns
+    One is due after ``every`` rounds, but not after the last; 0: never. ``store`` returns
     the oldest round to which the run can go back.
     """
 

@@ -64,7 +64,7 @@ class Cell:
 
     @property
     def metric(self) -> str:
-        """Return the metric of the run's task, whose spread is a column, such as ``mse-std``."""
+        """Return the metric of the run's task: that with a column for its spread, such as ``mse-std``."""
         row = self.rows[0] if self.rows else {}
         return next((name for name in row if f"{name}-std" in row and {f"{name}-min", f"{name}-max"} & row.keys()), CLASSIFICATION.metric)
 

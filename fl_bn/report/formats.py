@@ -50,7 +50,7 @@ def runs_csv(cells: Sequence[Cell]) -> str:
 
 
 def texts(table: Table) -> list[tuple[str, list[tuple[bool, str, str]]]]:
-    """Return each row's name and entries: whether it is its column's best, mean, and rest."""
+    """Return each row's name and entries: whether it is the column's best, the mean, and the rest."""
     return [
         (row, [((row, column) in table.best, *_text(table, entry)) for column, entry in entries.items()])
         for row, entries in table.entries.items()

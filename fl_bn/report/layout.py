@@ -270,7 +270,7 @@ def _wrong(cell: Cell, metric: str, at: str) -> str:
 
 
 def _best(entries: Mapping[str, Mapping[str, Entry]], column: str, layout: Layout) -> list[str]:
-    """Return the rows with a column's best number, but those ``apart``, if there are two or more."""
+    """Return the rows with a column's best number; none if there are fewer than two, without those ``apart``."""
     means = {row: of[column].mean for row, of in entries.items() if of[column].values and row not in layout.settings.apart}
     if len(means) < 2:
         return []

@@ -39,9 +39,8 @@ class Newcomer:
     """Hold the data of the new client.
 
     Attributes:
-        name: The name of the client.
-        x: The training inputs, of shape (N, ...), without labels. They give the statistics.
-        test: The test samples.
+        x: The training inputs, of shape (N, ...), without labels. They give the
+            statistics.
         seen: Whether the run was trained on the domain of the client.
     """
 
@@ -51,13 +50,10 @@ class Newcomer:
     seen: bool = False
 
     def drawn(self, samples: int, seed: int) -> Newcomer:
-        """Return the client with a random part of its training inputs, and with its test samples in random order.
+        """Return the client with ``samples`` random training inputs, and shuffled test samples.
 
-        The order decides which samples form a batch in the way ``test-batch``. Files of test samples are often sorted.
-
-        Args:
-            samples: How many training inputs to draw. 0, or a number above the number of inputs: all inputs.
-            seed: The seed of the draw and of the order.
+        0, or more than there are: all. Files of test samples are often sorted, and their
+        order makes the batches of the way ``test-batch``.
         """
         rng = np.random.default_rng(np.random.SeedSequence([0xADA97, seed]))
         order = torch.from_numpy(rng.permutation(len(self.test)))
@@ -67,14 +63,12 @@ class Newcomer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold the result of one way of adapting.
+    """Hold the result of one way of adapting (``how``).
 
     Attributes:
-        how: The way of adapting.
-        before: The metrics of the model that is not adapted yet, on the new client's test samples; None: the run has no
+        before: The metrics before, on the new client's test samples; None: the run has no
             such model.
         after: The metrics of the adapted model, on the same samples.
-        model: The adapted model.
         note: A remark for the table; empty: none.
     """
 
@@ -89,7 +83,8 @@ def read_run(folder: Path) -> Adaptation:
     """Read the model of a finished run, and the models of its clients if there are any.
 
     Raises:
-        ConfigError: ``folder`` is not the folder of a run, has no model, or has a damaged file.
+        ConfigError: ``folder`` is not the folder of a run, has no model, or has a damaged
+            file.
         NotAdaptable: The model cannot be adapted, as ``Adaptation`` says.
     """
     config = Usage().config(values_of(folder))
@@ -115,15 +110,13 @@ def read_run(folder: Path) -> Adaptation:
 
 
 def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
-    """Load the data of the new client.
+    """Load the data of the new client: a ``domain`` of the run's data, or other ``data``.
 
-    Args:
-        config: The run's config.
-        domain: A domain of the run's data. If ``domain`` and ``data`` are empty, it is the domain that the run held out.
-        data: Other data, as ``named`` reads them; empty: none.
+    Without both, it is the domain that the run held out.
 
     Raises:
-        ConfigError: There are two sources of data or none, or the data do not suit the model of the run.
+        ConfigError: There are two sources of data or none, or the data do not suit the
+            model.
         DataNotFound: A file of the data is missing.
     """
     name = domain or config.hold_out
@@ -141,10 +134,9 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
 
 
 def ways(run: Adaptation, text: str) -> list[str]:
-    """Return the ways of adapting that ``text`` names, separated by commas; ``all`` names all ways that the run allows.
+    """Return the ways of adapting in ``text``, separated by commas; ``all`` names all that fit.
 
-    Raises:
-        ConfigError: A way is unknown, or the run does not allow it.
+    If a way is unknown, or the run does not allow it, ``ConfigError`` is raised.
     """
     if text.strip() == "all":
         return [how for how in HOW if not run.refusal(how)]
@@ -160,19 +152,8 @@ def adapt(
 ) -> list[Outcome]:
     """Adapt the model of a run to a new client in each way, and evaluate it before and after.
 
-    Args:
-        run: The finished run.
-        client: The new client.
-        how: The ways of adapting.
-        batch_size: The number of test samples in a batch of the way ``test-batch``, at least 2.
-        device: The device of the evaluations.
-        task: The run's task.
-
-    Returns:
-        The outcome of each way, in the order of ``how``.
-
-    Raises:
-        NotAdaptable: The model cannot be adapted in one of the ways, as ``Adaptation.adapt`` says.
+    The way ``test-batch`` has batches of ``batch_size`` test samples, at least 2.
+    ``NotAdaptable``: the model cannot be adapted in one of the ways.
     """
     plain = run.before()
     before = None if plain is None else evaluate(plain.to(device), client.test, task=task)
@@ -188,14 +169,7 @@ def adapt(
 
 
 def write(outcomes: Sequence[Outcome], client: Newcomer, config: RunConfig, folder: Path) -> None:
-    """Write ``adaptation.csv`` for all ways of adapting, and ``model-HOW.safetensors`` for each way.
-
-    Args:
-        outcomes: The results of the ways.
-        client: The new client.
-        config: The run config.
-        folder: The folder, which is made if it does not exist.
-    """
+    """Write ``adaptation.csv``, and ``model-HOW.safetensors`` for each way of adapting."""
     metric = assembly.task(config, client.test.y).metric
     name = metric.replace("-", "_")
     folder.mkdir(parents=True, exist_ok=True)

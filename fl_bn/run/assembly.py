@@ -51,8 +51,9 @@ class OwnData:
     """Hold the names of a client's own data, from its node config.
 
     Attributes:
-        dataset: The data set, as the run-config key ``dataset``; empty: the client takes its part of the run's data.
-        path: The path of the data, with the meaning of the run-config key ``data-path``.
+        dataset: As the run-config key; empty: the client takes its part of the run's
+            data.
+        path: As the run-config key ``data-path``.
     """
 
     dataset: str = ""
@@ -60,15 +61,7 @@ class OwnData:
 
     @classmethod
     def of(cls, node: Mapping[str, Any], config: RunConfig) -> OwnData:
-        """Read the names from a node config.
-
-        Args:
-            node: The client's node config.
-            config: The run config.
-
-        Raises:
-            ConfigError: The run has ``dataset='sites'``, but the node config names no data.
-        """
+        """Read the names from a node config. ``ConfigError``: they are missing with ``dataset='sites'``."""
         own = cls(str(node.get("dataset", "")), str(node.get("data-path", "")))
         if config.dataset == SITES and not own.dataset:
             raise ConfigError("the run is for dataset='sites': give this client dataset='npz' data-path='/data/site.npz' in --node-config")
@@ -76,10 +69,7 @@ class OwnData:
 
 
 def known(values: Mapping[str, Any]) -> RunConfig:
-    """Return the run config with these values, from a cache if this process has made it before.
-
-    The run config is made anew if a registry, such as ``METHODS``, has changed since it was cached.
-    """
+    """Return the run config with these values, cached until a registry, such as ``METHODS``, changes."""
     entered = (owner for registry in REGISTRIES.values() for owner in registry.values())
     return _known(tuple(values), (*entered, *VALUES.values()), *values.values())
 
@@ -92,13 +82,10 @@ def _known(names: tuple[str, ...], entered: tuple[object, ...], *values: Any) ->
 def allow_modules(app: Path | None, node: Mapping[str, Any]) -> None:
     """Set the modules whose functions run configs may name in this process.
 
-    Allowed are the modules of the app, and the modules that the owner of this machine names. The owner names modules by
-    ``allow-modules`` in the node config and by FL_BN_ALLOW_MODULES in the environment. The name ``*`` allows all modules
-    except those of Python and of installed packages. ``fl-bn run`` sets this name, since the user of the command owns the process.
-
-    Args:
-        app: The folder of the running app; None: there is none.
-        node: The node config of the client.
+    Allowed are the modules of the ``app`` in this folder, and those that the owner of
+    this machine names by ``allow-modules`` in the node config and by FL_BN_ALLOW_MODULES
+    in the environment. The name ``*`` allows all modules except those of Python and of
+    installed packages. ``fl-bn run`` sets it, since its user owns the process.
     """
     allowed = _modules_of(app, str(node.get("allow-modules", "")), os.environ.get(VARIABLE, ""))
     if allowed != modules():
@@ -116,8 +103,8 @@ def _modules_of(app: Path | None, allowed: str, variable: str) -> Modules:  # ca
 def dataset(config: RunConfig) -> Dataset:
     """Return the data of a run.
 
-    The run's ``setup`` may change the data first. ``hold-out`` removes a domain, and does not change the data of the
-    other domains. With ``validation-share``, the clients' validation samples replace the test samples.
+    The run's ``setup`` may change the data first. ``hold-out`` removes a domain. With
+    ``validation-share``, the clients' validation samples replace the test samples.
 
     Raises:
         DataNotFound: A file of the data is missing.
@@ -144,25 +131,20 @@ _without = lru_cache(maxsize=2)(without_domain)
 
 @as_config_error()
 def task(config: RunConfig, targets: Tensor | None = None) -> Task:
-    """Return the task of a run.
+    """Return the task of a run, or raise ``ConfigError`` if it does not exist or suit the targets.
 
-    Args:
-        config: The run config.
-        targets: The targets of the data, on which ``task='auto'`` depends. Any other task is checked against them.
-            None: they are not known; then only the names of the task's metrics may be used.
-
-    Raises:
-        ConfigError: The task does not exist, or cannot use these targets.
+    ``task='auto'`` depends on the ``targets`` of the data. None: they are not known; then
+    only the names of the task's metrics may be used.
     """
     return find_task(config.task, None if targets is None else kind_of(targets), modules())
 
 
 @as_config_error()
 def callback_makers(config: RunConfig) -> list[Callable[..., Any]]:
-    """Return the classes and functions that the run config names as callbacks, without calling them.
+    """Return the classes and functions that the run config names as callbacks.
 
-    Raises:
-        ConfigError: A callback does not exist, is not allowed, or is a class that does not derive from ``Callback``.
+    ``ConfigError``: one does not exist, is not allowed, or does not derive from
+    ``Callback``.
     """
     makers = []
     for name in names_of(config.callbacks):
@@ -176,14 +158,10 @@ def callback_makers(config: RunConfig) -> list[Callable[..., Any]]:
 
 @as_config_error()
 def own_callbacks(config: RunConfig, folder: Path | None) -> list[Callback]:
-    """Make the callbacks that the keys ``pictures``, ``keep-best``, ``early-stop`` and ``callbacks`` ask for.
+    """Make the callbacks of the keys ``pictures``, ``keep-best``, ``early-stop`` and ``callbacks``.
 
-    Args:
-        config: The run config, which is passed to each maker.
-        folder: The folder of the run, which is passed to each maker; None: the run writes nothing.
-
-    Raises:
-        ConfigError: A maker returns something other than a ``Callback``, or ``callback_makers`` refuses it.
+    Each maker gets run config and folder. None: the run writes nothing. ``ConfigError``:
+    one makes no ``Callback``.
     """
     callbacks: list[Callback] = []
     if config.pictures and folder is not None and not lacking("TensorBoard", "tensorboard"):
@@ -201,7 +179,7 @@ def own_callbacks(config: RunConfig, folder: Path | None) -> list[Callback]:
 
 
 def shape(config: RunConfig) -> tuple[int, int, int]:
-    """Return ``(classes, channels, image size)`` of the data for which the run's network is made."""
+    """Return ``(classes, channels, image size)`` of the data for the run's network."""
     if config.dataset == SITES:
         return config.classes, config.channels, config.image_size
     data = dataset(config)
@@ -211,10 +189,10 @@ def shape(config: RunConfig) -> tuple[int, int, int]:
 @lru_cache(maxsize=4)
 @as_config_error()
 def source_model(config: RunConfig) -> nn.Module:
-    """Return the network before its conversion, with the run's initial weights. It is cached: copy it before a change.
+    """Return the network before its conversion, with the run's initial weights. Copy it before a change.
 
     Raises:
-        DataNotFound: A file of the data is missing. The data decide the network's inputs and outputs.
+        DataNotFound: A file of the data, which decide inputs and outputs, is missing.
         ConfigError: The network cannot be made as the keys describe.
     """
     classes, channels, size = shape(config)
@@ -229,11 +207,10 @@ def source_model(config: RunConfig) -> nn.Module:
 @lru_cache(maxsize=4)
 @as_config_error()
 def client_model(config: RunConfig) -> nn.Module:
-    """Return the network with the method's layers, with which every client starts. It is cached: copy it before a change.
+    """Return the converted network with which every client starts. Copy it before a change.
 
-    Raises:
-        DataNotFound: A file of the data is missing.
-        ConfigError: The network cannot be made as the keys describe, or cannot be converted.
+    It raises the errors of ``source_model``, and ``ConfigError`` if it cannot be
+    converted.
     """
     return convert(source_model(config), config.build_method())
 
@@ -272,9 +249,10 @@ def at_client(config: RunConfig) -> RunConfig:
 @lru_cache(maxsize=4)
 @as_config_error()
 def partitions(config: RunConfig) -> list[Tensor]:
-    """Return for every client the indices of its training samples in ``dataset(config)``.
+    """Return every client's indices of training samples in ``dataset(config)``.
 
-    The data are divided among the honest clients. Each attacker of the run's ``setup`` has a copy of the part of an honest one.
+    The data are divided among the honest clients. Each attacker of the run's ``setup``
+    has a copy of one's part.
     """
     parts = _validated(config).parts if config.validation_share else _honest_parts(config)
     return [torch.from_numpy(parts[client % len(parts)]) for client in range(config.clients)]
@@ -287,7 +265,7 @@ def _validated(config: RunConfig) -> HeldOut:
 
 
 def _honest_parts(config: RunConfig) -> list[Indices]:
-    """Return for every honest client the indices of its training samples, before validation samples are held out."""
+    """Return every honest client's indices of samples, before validation samples are held out."""
     data = _whole_dataset(config)
     domains = None if data.domain_train is None else data.domain_train.numpy()
     if config.partition in BY_DOMAIN and domains is None:
@@ -299,19 +277,12 @@ def _honest_parts(config: RunConfig) -> list[Indices]:
 
 @lru_cache(maxsize=256)
 def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> tuple[Samples, Samples, tuple[int, ...]]:  # noqa: B008
-    """Return the training samples of a client, its test samples, and its number of training samples per class.
+    """Return a client's training samples, test samples, and training samples per class.
 
-    A client is tested on all test samples, except in a partition by domain with ``test-on='own'``. Then it is tested on
-    the test samples of its own domain, if the domain has any. The run's ``setup`` may change the training samples.
-
-    Args:
-        config: The run config.
-        client: The index of the client.
-        own: The names of the client's own data, of which it uses all samples; empty: it has its part of the run's data.
-
-    Returns:
-        Training samples, test samples, and the number of training samples per class. The counts are empty if samples
-        have no class.
+    A client is tested on all test samples; in a partition by domain with
+    ``test-on='own'``, on those of its domain, if there are any. The run's ``setup`` may
+    change the training samples. A client with data of its ``own`` uses all of them. There
+    are no counts if samples have no class.
     """
     data = site_dataset(config, own) if own.dataset else dataset(config)
     part = torch.arange(len(data.y_train)) if own.dataset else partitions(config)[client]
@@ -330,13 +301,10 @@ def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> 
 def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
     """Load a client's own data, and check that they have the form of the run's data.
 
-    Args:
-        config: The run config.
-        own: The names of the data in the client's node config.
-
     Raises:
         DataNotFound: A file of the data is missing.
-        ConfigError: The data are malformed, or do not suit the model or the task of the run.
+        ConfigError: The data are malformed, or do not suit the model or the task of the
+            run.
     """
     try:
         data = load(own.dataset, own.path, config.image_size)
@@ -364,8 +332,8 @@ def _check_columns(config: RunConfig, data: Dataset) -> None:
     """Check that this site reads its CSV files by the same columns.toml as all other sites.
 
     Raises:
-        ConfigError: The run's columns-digest is missing or is not the digest of the site's columns.toml, or the site's data
-            have no columns.toml.
+        ConfigError: The site has no columns.toml, or another one than the run's
+            columns-digest says.
     """
     digest = data.columns.digest if isinstance(data, TableData) else ""
     wanted = config.columns_digest
@@ -387,7 +355,7 @@ def forget() -> None:
 
 
 def limit_threads(threads: int) -> None:
-    """Set how many CPU threads torch and NumPy's linear algebra (used by robust rules) have in this process."""
+    """Set how many CPU threads torch and NumPy's linear algebra have in this process."""
     torch.set_num_threads(threads)
     _limit_blas(threads)
 
@@ -400,16 +368,13 @@ def _limit_blas(threads: int) -> None:  # cached, since finding the library take
 def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -> int:
     """Return the index of a client, which is its place among the clients of the run.
 
-    Args:
-        node: The node config of the client. Its ``partition-id`` is the index.
-        config: The run config. If the node config has no ``partition-id``, the index is the position of ``node_id`` in
-            ``client-nodes``. If the site's key was renewed after the run was submitted, its node is not listed. Then the
-            index is the position of the site's name in ``client-names``.
-        node_id: Flower's id of the client's node.
+    It is the node config's ``partition-id``, or the position of ``node_id`` in
+    ``client-nodes``. If the site's key was renewed after the run was submitted, it is
+    that of the site's name in ``client-names``.
 
     Raises:
-        ConfigError: Neither the node config nor ``client-nodes`` gives the index, or it is not a whole number in the range.
-            Or ``num-partitions`` in the node config is not the run's number of clients.
+        ConfigError: There is no such index, it is out of range, or ``num-partitions`` in
+            the node config is not the run's number of clients.
     """
     nodes, names = nodes_of(config.client_nodes), sites_of(config.client_names)
     if "partition-id" not in node and nodes:
@@ -433,12 +398,10 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
 
 @lru_cache(maxsize=4)  # several run configs share data, and a warning is logged once
 def check_labels(data: Dataset) -> None:
-    """Check that the data of a run have training samples of every class. Data of a single site are not checked: they may lack classes.
+    """Check that the data of a run, but not those of a site, have training samples of every class.
 
-    If the number of classes was stated, as by folders or by columns.toml, a missing class is only a warning.
-
-    Raises:
-        ConfigError: A class has no training sample, and the number of classes is the largest label plus one.
+    A missing class raises ``ConfigError``, or is a warning if the number of classes was
+    stated, as by folders.
     """
     say_notes(data)
     if not (missing := untrained_classes(data)):

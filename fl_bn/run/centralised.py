@@ -1,4 +1,4 @@
-"""Train one network on the data of all clients together. Comparisons use it as the upper bound."""
+"""Train one network on the data of all clients together, the upper bound in comparisons."""
 
 from __future__ import annotations
 
@@ -34,11 +34,7 @@ from fl_bn.run.testing import test_metrics
 
 @dataclass(frozen=True)
 class Merged:
-    """Iterate over a single batch, which joins the first batch of every client.
-
-    Attributes:
-        clients: The batches of each client. Only the first is used.
-    """
+    """Iterate over a single batch, which joins the first batch of every client."""
 
     clients: Sequence[IndexBatches]
 
@@ -53,21 +49,15 @@ class Merged:
 def run_centralised(config: RunConfig) -> RunDirectory:
     """Train one network on the union of the clients' data, with the budget of the federated run.
 
-    With ``update="weights"``, a round has as many steps as the round of a client. The batch of each step is drawn from
-    all data, and is as large as the batches of the cohort together. With ``update="gradients"``, the batch joins the
-    clients' own batches (DSGD; FBN, remark 4.1). In this case the division of the data still decides which samples are
-    drawn. Optimiser, learning-rate schedule and evaluated rounds are those of the run config. The optimiser keeps its
-    momentum through all rounds. The network has the normalisation layers of the method.
-
-    Args:
-        config: The run config.
-
-    Returns:
-        The folder of the run.
+    With ``update="weights"``, a round has as many steps as the round of a client. Each
+    step's batch is drawn from all data, and is as large as the cohort's batches together.
+    With ``update="gradients"``, it joins the clients' own batches (DSGD; FBN, remark
+    4.1). Other settings are those of the run config. The optimiser keeps its momentum
+    through all rounds. The network has the normalisation layers of the method.
 
     Raises:
         DataNotFound: A file of the data is missing.
-        ConfigError: A key or the method needs clients or a server, as ``check_centralised`` says.
+        ConfigError: A key or the method needs clients or a server.
     """
     check_centralised(config)
     target, of, method = device(config), task(config, dataset(config).y_train), config.build_method()
@@ -105,11 +95,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
 
 
 def check_centralised(config: RunConfig) -> None:
-    """Check that the run config asks for nothing that needs clients or a server.
-
-    Raises:
-        ConfigError: A key needs clients or a server, or the method exists only in a federation.
-    """
+    """Raise ``ConfigError`` if a key or the method needs clients or a server."""
     wrong = {
         f"method={config.method!r}": _federates(config.build_method(), config.rounds),
         "byzantine": config.changes.attackers > 0,
@@ -139,7 +125,7 @@ def _optimizer(settings: LocalTraining, parameters: list[nn.Parameter], rate: fl
 def _batches(config: RunConfig, local: LocalRound) -> tuple[Merged | IndexBatches, Sequence[IndexBatches]]:
     """Return the training batches of a round, and the clients' batches from which they are joined.
 
-    With ``update="weights"`` nothing is joined: the second value is a list of the training batches alone.
+    With ``update="weights"``, the latter are a list of the former.
     """
     number, cohort = local.instruction.round, max(1, round_half_up(config.fraction * config.clients))
     if config.update == "gradients":

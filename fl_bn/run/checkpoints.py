@@ -29,22 +29,18 @@ FREE = {  # run-config keys that may differ from those of the resumed run, since
 class Checkpoints:
     """Store and load the checkpoints of one run.
 
-    Args:
-        run: The folder of the run.
-        history: The files to which every round is appended. A checkpoint stores their lengths. A resumed run cuts the
-            files to these lengths.
+    A checkpoint stores the lengths of the files in ``history``, to which a resumed run
+    cuts them.
     """
 
     def __init__(self, run: Path, history: History) -> None:
         self.folder, self._history = run / FOLDER, history
 
     def keep(self, checkpoint: Checkpoint) -> int:
-        """Store a checkpoint beside the previous one, and delete older ones.
+        """Store a checkpoint, and keep the one before. Return the oldest round that has one, or 0.
 
-        If the checkpoint cannot be written, for example because the disk is full, a warning is logged, and the run goes on without it.
-
-        Returns:
-            The oldest round that has a checkpoint now; 0: there is none.
+        If it cannot be written, for example because the disk is full, a warning is
+        logged, and the run goes on.
         """
         try:
             complete = replace(checkpoint, history=self._history.lengths())
@@ -57,10 +53,7 @@ class Checkpoints:
         return min(self.rounds(), default=0)
 
     def newest(self) -> Checkpoint | None:
-        """Load the newest checkpoint that is not damaged; None: there is none.
-
-        Damaged checkpoints are renamed, with a warning.
-        """
+        """Load the newest checkpoint, if any. Damaged ones are renamed, with a warning."""
         for number in reversed(self.rounds()):
             path = self._path(number)
             try:
@@ -81,12 +74,9 @@ class Checkpoints:
 def run_to_resume(config: RunConfig) -> Path:
     """Find the folder of the run to resume.
 
-    Args:
-        config: The run config. ``resume`` is the name of the run, or ``latest`` for the newest unfinished run with the same
-            run config, except for keys in ``FREE``. If ``name`` is set, only the run of this name counts.
-
-    Raises:
-        ConfigError: There is no such run, or its run config differs in other keys. The message names these keys.
+    The key ``resume`` is the name of the run, or ``latest`` for the newest unfinished one
+    with the same run config, except for keys in ``FREE``. If ``name`` is set, it is the
+    run's. ``ConfigError``: there is no such run, or other keys differ.
     """
     root = Path(config.output)
     files = sorted(root.glob(f"*/{FOLDER}/round-*{durable.SUFFIX}"), key=lambda file: file.stat().st_mtime, reverse=True)
@@ -104,7 +94,7 @@ def run_to_resume(config: RunConfig) -> Path:
 
 
 def _differences(run: Path, config: RunConfig) -> str:
-    """Return a text that lists the keys whose values differ from ``config`` and change results; empty: there are none."""
+    """Return a list of the keys that differ from ``config`` and change results, as text."""
     try:
         values = values_of(run)
     except ConfigError as error:
@@ -118,14 +108,11 @@ def _differences(run: Path, config: RunConfig) -> str:
 def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
     """Return the run config in the folder of a run, with ``resume`` set to the name of the run.
 
-    Args:
-        run: The folder of the run.
-        deployed: Whether the run is resumed at its sites; else in this process.
-
     Raises:
-        ConfigError: ``run`` is not the folder of a run; or it has a key that has gone; or the run is finished or was made by
-            another version of fl-bn; or ``deployed`` is True and the run has no checkpoint; or ``deployed`` is False and the
-            run is one of deployed sites.
+        ConfigError: ``run`` is not the folder of a run; it is finished, has a key that
+            has gone, or was made by another version of fl-bn; it is ``deployed`` (at
+            sites) and has no checkpoint; or it is a run of sites, but not to be
+            ``deployed``.
     """
     values = values_of(run)
     _check_version(run)
@@ -142,7 +129,7 @@ def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
 
 
 def _check_version(run: Path) -> None:
-    """Raise ConfigError if the run was made by another version of fl-bn, which may compute other numbers."""
+    """Raise ``ConfigError`` if another version of fl-bn, with perhaps other numbers, made the run."""
     try:
         was = str(json.loads((run / "environment.json").read_text())["packages"]["fl-bn"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

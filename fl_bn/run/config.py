@@ -1,8 +1,8 @@
 """Define the run config, a frozen and checked value, and make the objects that its keys describe.
 
-General keys are declared in ``run_keys``. The other keys are options of the methods, objectives and server optimisers
-in ``METHODS``, ``OBJECTIVES`` and ``SERVER_OPTIMIZERS``, and of the classes in ``VALUES``. Options are looked up each
-time, so that those of other packages count, too.
+General keys are declared in ``run_keys``. The others are options of the methods,
+objectives and server optimisers in their registries, and of the classes in ``VALUES``.
+They are looked up each time, so that those of other packages count, too.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ FIELDS = {kebab(name): name for name in own_options(RunKeys)}
 class RunConfig(RunKeys):
     """Hold all settings of a run.
 
-    ``config[KEY]`` is the value of a key, for example ``config["hbn-lam"]``. General keys are attributes, too.
+    ``config[KEY]`` is the value of a key, for example ``config["hbn-lam"]``. General keys
+    are attributes, too.
 
     Attributes:
-        options: The keys that are not fields of ``RunKeys``, as pairs of key and value. A key that is not among them
-            has its default.
+        options: The keys that are not fields of ``RunKeys``, as pairs of key and value,
+            unless they have their default.
 
     Raises:
         ConfigError: A value is out of range, or two keys do not fit together.
@@ -90,11 +91,11 @@ class RunConfig(RunKeys):
 
     @cached_property
     def changes(self) -> Setup:
-        """Return the object that changes the parts of this run, of the class that the key ``setup`` names."""
+        """Return the object of the class ``setup``, which changes the parts of this run."""
         return build(setup_class(self.setup), self.__getitem__)
 
     def _decide_clients(self) -> None:
-        """Decide ``partition`` and ``clients`` where the user left them open. Data that are given per site are clients, one per site."""
+        """Decide ``partition`` and ``clients`` where the user left them open. Each site is a client."""
         sites = PER_SITE[self.dataset](self.data_path) if self.dataset in PER_SITE else []
         per_site = len(sites) - bool(self.hold_out) + self.changes.attackers if len(sites) > 1 else 0
         if self.partition == AUTO and self.dataset != SITES:
@@ -106,19 +107,16 @@ class RunConfig(RunKeys):
 
     @cached_property
     def without_effect(self) -> frozenset[str]:
-        """Return the keys that have no effect in this run. Run configs that differ only in them describe the same run."""
+        """Return the keys without effect: run configs that differ in them alone are the same run."""
         return frozenset(unused(self, REGISTRIES, self._general()))
 
     @classmethod
     def keys(cls, setup: str = "") -> dict[str, Option]:
-        """Return every key of the run config, in the order of docs/config.md.
-
-        Args:
-            setup: The value of the key ``setup``, whose class has keys of its own; they come last.
+        """Return every key of the run config, in the order of docs/config.md, those of ``setup`` last.
 
         Raises:
-            ConfigError: A package that extends fl-bn cannot be imported, or declares an existing key with another
-                default; or there is no such setup.
+            ConfigError: There is no such setup, or a package that extends fl-bn cannot be
+                imported, or declares an existing key with another default.
         """
         with as_config_error():
             import_extensions()
@@ -134,10 +132,10 @@ class RunConfig(RunKeys):
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Make a run config from values by kebab-case key. Keys that are missing have their defaults.
+        """Make a run config from values by kebab-case key. Missing keys have their defaults.
 
-        Raises:
-            ConfigError: A key is unknown (the message names a similar one), or a value is wrong.
+        A wrong value, or an unknown key, raises ``ConfigError``, which names a similar
+        one.
         """
         known = cls.keys(str(values.get("setup", "")))
         for name in values:
@@ -147,7 +145,7 @@ class RunConfig(RunKeys):
         return cls(options=options, **{FIELDS[name]: value for name, value in values.items() if name in FIELDS})
 
     def to_mapping(self) -> dict[str, Value]:
-        """Return every key with its value, including keys with their default."""
+        """Return every key with its value, including defaults."""
         return {name: self[name] for name in self.keys(self.setup)}
 
     def __getitem__(self, name: str) -> Any:
@@ -180,7 +178,7 @@ class RunConfig(RunKeys):
         return f"{time:%Y%m%d-%H%M%S}-{self.method}-{data}-seed{self.seed}"
 
     def build_method(self) -> Method:
-        """Make the method from its own options and from general keys, such as ``freeze-after``, ``clip`` and ``attack``."""
+        """Make the method from its own options and from general keys, such as ``freeze-after``."""
         constructor = METHODS[self.method]
         method = self._entry(constructor)
         freezes_itself = "freeze-after" in options_by_key(constructor)
@@ -190,7 +188,7 @@ class RunConfig(RunKeys):
         return method.bounded() if self._bounds_paths() else method
 
     def _bounds_paths(self) -> bool:
-        """Return whether gradients are clipped, so that several local steps do not lead too far from the shared weights."""
+        """Return whether gradients are clipped, which bounds the path of several local steps."""
         corrects = (objective := self.build_objective()).on and objective.travels
         return self.clip != "none" and (self.clip != "auto" or (self.optimizer == "sgd" and not corrects))
 
@@ -199,7 +197,7 @@ class RunConfig(RunKeys):
         return self._value(Defence, f=self.changes.attackers if self.declared_byzantine < 0 else self.declared_byzantine)
 
     def _check_keys(self) -> None:
-        """Check that keys fit together. Raise ValueError otherwise."""
+        """Raise ``ValueError`` unless keys fit together."""
         plain = re.fullmatch(FOLDER, self.name) and self.name == self.name.strip()
         length = len(self.name.encode())
         home = [key for key in ("output", "data-path", "model-weights") if str(self[key]).startswith("~")]
@@ -222,7 +220,7 @@ class RunConfig(RunKeys):
         )
 
     def _check_parts(self) -> None:
-        """Check that the parts of the run can be made, and fit together. Raise ValueError otherwise."""
+        """Raise ``ValueError`` unless the parts of the run can be made, and fit together."""
         method, policy = self.build_method(), self.round_policy()
         check_composition(method, self.local_training(), self.changes.attackers > 0 or self.defence().active, self.server_optimizer)
         check_weights(method, self.client_weights)
@@ -235,7 +233,7 @@ class RunConfig(RunKeys):
             check_secure(secure, method, policy, self.defence())
 
     def secure(self) -> SecureAggregation | None:
-        """Make the settings of secure aggregation; None: the run does not use it."""
+        """Make the settings of secure aggregation, if the run uses it."""
         if not self.secure_aggregation:
             return None
         privacy = self._value(Privacy) if self.dp_noise else None
@@ -286,20 +284,15 @@ class RunConfig(RunKeys):
         )
 
     def _value(self, kind: type[T], **computed: Any) -> T:
-        """Make the object of a class in ``VALUES`` from the values of its keys.
-
-        Args:
-            kind: A key of ``VALUES``. The method makes an object of the class ``VALUES[kind]``.
-            computed: Fields that are not run-config keys, or that depend on several keys.
-        """
+        """Make an object of ``VALUES[kind]`` from its keys and the ``computed`` fields."""
         value: T = self._entry(VALUES[kind], **computed)
         return value
 
     def _entry(self, constructor: Callable[..., Any], **computed: Any) -> Any:
-        """Call a constructor with the values of its keys, and with what the setup says of its other options."""
+        """Call a constructor with the values of its keys, and the setup's arguments."""
         return build(constructor, self.__getitem__, **{**self.changes.arguments(constructor), **computed})
 
     def exchanges(self) -> bool:
-        """Return whether clients may exchange statistics layer by layer: while they train, or to make global statistics exact."""
+        """Return whether clients may exchange statistics layer by layer, in training or to make them exact."""
         method = self.build_method()
         return method.exchanges or measures_in_the_clear(method, self)

@@ -13,11 +13,9 @@ from fl_bn.flower.compat import DETAIL, LOGGER, prints
 
 
 class Lines(logging.Handler):
-    """Print Flower's log in place of Flower's own handler: every message as a line with the time and without colours.
+    """Print Flower's log in place of Flower's handler: lines with the time, without colours.
 
-    Args:
-        flower: Flower's handler.
-        verbose: Print messages in Flower's format, and also details.
+    If ``verbose``, messages have Flower's format, and details are printed.
     """
 
     def __init__(self, flower: Any, verbose: bool) -> None:

@@ -1,4 +1,4 @@
-"""Choose the device on which a run computes, and whether torch uses deterministic kernels on it."""
+"""Choose the device on which a run computes, and whether its kernels are deterministic."""
 
 from __future__ import annotations
 
@@ -14,16 +14,10 @@ from fl_bn.run.keys import known_device
 
 
 def device(config: RunConfig, node: Mapping[str, Any] | None = None) -> torch.device:
-    """Return the device that the client's node config names, or else the device that the run config names.
+    """Return the device that the client's node config, or else the run config, names.
 
-    For a GPU, also set whether this process uses deterministic kernels, as the run config says.
-
-    Args:
-        config: The run config.
-        node: The node config; None: there is none.
-
-    Raises:
-        ConfigError: The node config names something other than a device, or the GPU is one that torch does not see.
+    For a GPU, set whether this process uses deterministic kernels, as the run config
+    says. ``ConfigError``: there is no such device.
     """
     chosen = _device(config, node)
     if chosen.type == "cuda":

@@ -25,15 +25,15 @@ BATCHES = re.compile(r"(?<=after )\d+(?= batches)")  # in the description of a d
 
 @dataclass
 class Kind:
-    """Hold the totals of one kind of *disclosure*: content of one kind, such as weights, that one client sent.
+    """Hold the totals of one kind of *disclosure*: content, such as weights, that one client sent.
 
     Attributes:
         tensors: The largest number of tensors in one message.
         messages: The number of messages.
         rounds: The number of rounds with such a message.
         nbytes: The bytes of all messages.
-        least: The disclosure whose statistics summarise the fewest samples; None: no statistics were sent.
-        least_round: The round of ``least``.
+        least: The disclosure whose statistics summarise the fewest samples, if any, in
+            ``least_round``.
         last_round: The last round with such a message.
     """
 
@@ -47,26 +47,26 @@ class Kind:
 
     @property
     def fewest(self) -> float:
-        """Return the fewest samples behind a statistic; infinite: no statistics were sent."""
+        """Return the fewest samples behind a statistic; infinite: there is none."""
         return math.inf if self.least is None else self.least.samples
 
     @property
     def traceable(self) -> bool:
-        """Return whether a statistic summarises fewer than ``FEW`` samples, so that it may be traced to a person."""
+        """Return whether a statistic summarises fewer than ``FEW`` samples, perhaps a person's."""
         return self.fewest < FEW
 
 
 class DisclosureTotals:
-    """Add up the disclosures of a run (contents that left a client), by client, section of the message and description.
+    """Add up the disclosures of a run, by client, section of the message and description.
 
-    The memory for the totals grows with the number of clients, not with the number of rounds.
+    Memory grows with the number of clients, not of rounds.
     """
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[int, str, str], Kind] = {}
 
     def add(self, record: RoundRecord) -> None:
-        """Add the disclosures in the record of a round. The record of round 1 also has those of ``calibrate`` before round 1."""
+        """Add the disclosures of a round, in round 1 also those of ``calibrate`` before it."""
         for one in record.disclosures:
             key = one.client, one.section, one.what
             kind = self._kinds.setdefault(key, Kind())
@@ -79,15 +79,10 @@ class DisclosureTotals:
                 kind.least, kind.least_round = one, record.round
 
     def kinds(self, label_counts: Mapping[int, Sequence[int]]) -> dict[tuple[int, str, str], Kind]:
-        """Return what each client disclosed in the run, summed up by kind.
+        """Return what each client disclosed: (client, section, description) -> totals, sorted.
 
-        A kind is a section of the messages and a description, such as "introduction" and "samples per class".
-
-        Args:
-            label_counts: Client -> its numbers of samples per class, for clients that sent these numbers in their introduction.
-
-        Returns:
-            (client, section, description) -> totals, sorted by the key.
+        ``label_counts`` has the samples per class of the clients that sent them in their
+        introduction.
         """
         sizes = {client: len(json.dumps(list(counts))) for client, counts in label_counts.items() if counts}
         introductions = {(client, "introduction", "samples per class"): Kind(1, 1, 1, nbytes) for client, nbytes in sizes.items()}
@@ -95,12 +90,7 @@ class DisclosureTotals:
 
 
 def disclosure_csv(found: Mapping[tuple[int, str, str], Kind], called: ClientNames = UNNAMED) -> str:
-    """Return the totals as CSV, with a column ``site`` if the clients have names.
-
-    Args:
-        found: The totals by client, section and description.
-        called: The names of the clients.
-    """
+    """Return the totals as CSV, with a column ``site`` if the clients have names."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     writer.writerow([COLUMNS[0], *(["site"] if called.names else []), *COLUMNS[1:]])
@@ -115,12 +105,9 @@ def disclosure_csv(found: Mapping[tuple[int, str, str], Kind], called: ClientNam
 def disclosure_table(found: Mapping[tuple[int, str, str], Kind], called: ClientNames = UNNAMED) -> list[str]:
     """Return lines of Markdown: a table with one row per kind, over all clients, and warnings.
 
-    Kinds that differ only in their number of batches share a row. A warning names a client and its traceable statistic.
-    There is at most one warning per client, and at most ``SHOWN`` in all. Evaluations cause no warnings.
-
-    Args:
-        found: The totals by client, section and description.
-        called: The names of the clients.
+    Kinds that differ only in their number of batches share a row. A warning names a
+    client and its traceable statistic, once per client and at most ``SHOWN`` times.
+    Evaluations cause no warnings.
     """
     if not found:
         return []

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 
 class ConfigError(ValueError):
-    """Signal that a key of the run config is unknown, of a wrong type, out of range, or does not fit another key."""
+    """Signal that a key of the run config is unknown, wrong, or does not fit another key."""
 
 
 @contextmanager
 def as_config_error() -> Iterator[None]:
-    """Turn errors of data, model and partition into ConfigError, since run-config keys cause them. FileNotFoundError is kept."""
+    """Turn errors of data, model and partition, but FileNotFoundError, into ConfigError."""
     try:
         yield
     except (ConfigError, FileNotFoundError):

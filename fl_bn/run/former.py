@@ -1,4 +1,4 @@
-"""Read the run config in the folder of a run, also of an earlier version: the one table of keys that have gone or have moved."""
+"""Read the run config in a run's folder, also of an earlier version."""
 
 from __future__ import annotations
 
@@ -48,18 +48,13 @@ GONE: Mapping[str, Value | None] = {
 def values_of(run: Path) -> dict[str, Any]:
     """Return the run config in the folder of a run, by today's keys.
 
-    Raises:
-        ConfigError: ``run`` is not the folder of a run, its file cannot be read, or it has a key that has gone.
+    A folder without a readable one, or with a key that has gone, raises ``ConfigError``.
     """
     return renewed(read_config(run))
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """Return the run config in the folder of a run, by the keys of the version that wrote it.
-
-    Raises:
-        ConfigError: ``run`` is not the folder of a run, or its file cannot be read.
-    """
+    """Return the run config in a run's folder by its own keys, or raise ``ConfigError``."""
     try:
         return tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -71,11 +66,9 @@ def read_config(run: Path) -> dict[str, Any]:
 def renewed(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the run config of an earlier version by today's keys.
 
-    A key that has gone is left out. If a key, the data set or the network has moved to ``PAPERS``, the
-    result has this setup.
-
-    Raises:
-        ConfigError: A key that has gone had another value than every run has now.
+    A key that has gone is left out. If something has moved to ``PAPERS``, the result has
+    this setup. ``ConfigError``: a key that has gone had another value than every run has
+    now.
     """
     if lost := {key: value for key, value in values.items() if GONE.get(key) not in (None, value)}:
         key, value = next(iter(lost.items()))

@@ -46,11 +46,7 @@ def metric_columns(task: Task) -> tuple[str, ...]:
 
 
 def round_columns(task: Task) -> tuple[str, ...]:
-    """Return the columns of rounds.csv.
-
-    Raises:
-        ValueError: A metric has the name of another column.
-    """
+    """Return the columns of rounds.csv. A metric with another column's name raises ``ValueError``."""
     columns = (*BEFORE, *metric_columns(task), *AFTER)
     if twice := [name for name in columns if columns.count(name) > 1]:
         raise ValueError(f"task {task.name!r}: rename the metric {twice[0]!r}, since rounds.csv has another column of this name")
@@ -67,8 +63,8 @@ def client_columns(task: Task, called: ClientNames = UNNAMED) -> tuple[str, ...]
 def round_row(record: RoundRecord, task: Task = CLASSIFICATION) -> Row:
     """Return the row of a round in rounds.csv and rounds.jsonl, by column.
 
-    Bytes are counted for one client. ``drift`` is in standard deviations. ``seconds`` is the duration of the round.
-    ``waited`` is the largest number of seconds that a client spent in layer-wise exchanges.
+    Bytes are counted for one client. ``drift`` is in standard deviations. ``waited`` is
+    the largest number of seconds that a client spent in layer-wise exchanges.
     """
     drift, evaluation = record.drift, record.evaluation
     row: Row = {
@@ -96,7 +92,7 @@ def round_row(record: RoundRecord, task: Task = CLASSIFICATION) -> Row:
 
 
 def client_rows(record: RoundRecord, task: Task = CLASSIFICATION, called: ClientNames = UNNAMED) -> list[Row]:
-    """Return the rows of a round in clients.csv, one per client that trained or was evaluated."""
+    """Return a round's rows in clients.csv, one per client that trained or was evaluated."""
     rows: dict[int, Row] = {}
     for client in record.clients:
         rows[client.client] = {
@@ -122,9 +118,9 @@ _values = attrgetter(*(field.name for field in fields(Disclosure)))
 def round_line(record: RoundRecord, task: Task = CLASSIFICATION, called: ClientNames = UNNAMED) -> dict[str, Any]:
     """Return the line of a round in rounds.jsonl, as a JSON object.
 
-    It has the row of the round, the rows of the clients and the metric per domain. It has the series of the task, such
-    as the accuracy per class, which is null for a class without samples. Each disclosure is a list of the values of
-    ``Disclosure``'s fields.
+    It has the row of the round, the rows of the clients, the metric per domain, and the
+    task's series, such as the accuracy per class (null without samples). Each disclosure
+    is a list of the fields of ``Disclosure``.
     """
     lists = {key: [_finite(value) for value in series(record.evaluation, stem)] or None for stem, key in _series(task).items()}
     domains = {name: _finite(value) for name, value in per_domain(record.evaluation, task).items()}
@@ -137,9 +133,9 @@ def _series(task: Task) -> dict[str, str]:
 
 
 def record_of(row: Mapping[str, Any], task: Task = CLASSIFICATION) -> RoundRecord:
-    """Rebuild the record of a round from its line in rounds.jsonl, with the fields that pictures and summaries need.
+    """Rebuild a round's record from its line in rounds.jsonl, for pictures and summaries.
 
-    Lines of earlier versions of fl-bn, which lack some columns, can also be read.
+    Lines of earlier versions, which lack some columns, can also be read.
     """
     down, up = ({s: n for s in SECTIONS if (n := row[f"bytes-{way}-{s}"])} for way in ("down", "up"))
     moved = row["drift-layer"] is not None
@@ -176,25 +172,21 @@ def record_of(row: Mapping[str, Any], task: Task = CLASSIFICATION) -> RoundRecor
 
 
 def per_domain(metrics: Mapping[str, float], task: Task = CLASSIFICATION) -> dict[str, float]:
-    """Return the task's metric of each domain, domain -> value, from metrics with names such as ``accuracy-domain-NAME``."""
+    """Return domain -> the task's metric, from metrics named ``accuracy-domain-NAME``."""
     stem = f"{task.metric}-domain-"
     return {name.removeprefix(stem): value for name, value in metrics.items() if name.startswith(stem)}
 
 
 def named_per_domain(values: Mapping[str, float], task: Task = CLASSIFICATION) -> dict[str, float]:
-    """Return metrics by names such as ``accuracy-domain-NAME``, from a value for each domain. ``per_domain`` is the inverse."""
+    """Return metrics named ``accuracy-domain-NAME``: the inverse of ``per_domain``."""
     return {f"{task.metric}-domain-{name}": value for name, value in values.items()}
 
 
 def read_rows(file: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Read the rows of a file rounds.jsonl. A file that does not exist has no rows.
+    """Read the rows of a file rounds.jsonl, if it exists, and whether its last line is incomplete.
 
-    Returns:
-        The rows, and whether the last line is incomplete, because a run is still writing it or a crash cut it. An
-        incomplete line gives no row.
-
-    Raises:
-        ValueError: A line other than the last cannot be read.
+    A run may still be writing the last line, which then gives no row. ``ValueError``:
+    another line cannot be read.
     """
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     rows: list[dict[str, Any]] = []
@@ -216,19 +208,11 @@ def write_passes(passes: Sequence[Pass], path: Path) -> None:
 
 
 class History:
-    """Append every round of a run to its files.
+    """Append every round of a run to its files, ``diagnostics.csv`` only if wanted.
 
-    Every round is in the files when it is over. A power cut can remove rounds, but none that a checkpoint contains. To sync
-    each round would make short rounds longer.
-
-    If a round cannot be written, for example because the disk is full, it is kept in memory and written with the next
-    round. Incomplete lines are removed from the files.
-
-    Args:
-        folder: The folder of the run.
-        diagnostics: Write ``diagnostics.csv``, too.
-        task: The task, whose metrics have columns.
-        called: The names of the clients.
+    Every round is in the files when it is over. A power cut can remove rounds, but none
+    that a checkpoint contains. A round that cannot be written, for example because the
+    disk is full, is written with the next round. Incomplete lines are removed.
     """
 
     FILES = ("rounds.csv", "clients.csv", "rounds.jsonl")
@@ -248,12 +232,7 @@ class History:
         self._write()
 
     def add(self, record: RoundRecord, diagnostics: Sequence[Row] = ()) -> None:
-        """Append a round to all files. If that fails, log a warning and keep the round for the next call.
-
-        Args:
-            record: The record of the round.
-            diagnostics: The rows of the round for ``diagnostics.csv``.
-        """
+        """Append a round to all files. If that fails, warn and keep it for the next call."""
         measured = {"diagnostics.csv": list(diagnostics)}
         rows = {"rounds.csv": [round_row(record, self.task)], "clients.csv": client_rows(record, self.task, self.called), **measured}
         for file, columns in self._columns.items():
@@ -265,25 +244,14 @@ class History:
             LOGGER.warning("round %s could not be written to %s: %s. The next round tries again", record.round, self.folder, error)
 
     def lengths(self) -> dict[str, int]:
-        """Write and sync everything, and return the length of every file in bytes.
-
-        Raises:
-            OSError: A file cannot be written.
-        """
+        """Sync everything, and return each file's length in bytes. ``OSError``: a file cannot be written."""
         self._write()
         return {file: (self.folder / file).stat().st_size for file in self.files if (self.folder / file).exists()}
 
     def cut(self, lengths: Mapping[str, int]) -> list[RoundRecord]:
-        """Cut the files to the lengths that they had at a checkpoint.
+        """Cut the files to their lengths at a checkpoint, and return the rounds that are left.
 
-        Args:
-            lengths: The lengths in bytes, as ``lengths()`` returned them.
-
-        Returns:
-            The records of the rounds that are left.
-
-        Raises:
-            Damaged: A file is shorter than its length in ``lengths``, or cannot be read.
+        A file that is shorter or unreadable raises ``Damaged``.
         """
         paths = {self.folder / file: int(lengths.get(file, 0)) for file in self.files}
         for path, length in paths.items():
@@ -324,7 +292,7 @@ def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, Value | None]]) -> 
 
 
 def _header(path: Path) -> tuple[str, ...]:
-    """Return the columns in the first line of a file. They may be those of another version of fl-bn; empty: there is no file."""
+    """Return the columns in the first line of a file, if it exists, perhaps those of another version."""
     if not path.exists():
         return ()
     try:

@@ -37,7 +37,7 @@ SECTIONS = {
     "seed": "Seed and machine",
     "output": "Output",
 }
-"""The headings of docs/config.md, by the first key below each. Options follow the key that chooses their owner."""
+"""The headings of docs/config.md, by the first key below each. Options follow their owner's key."""
 
 
 OFTEN = (
@@ -48,7 +48,7 @@ OFTEN = (
 
 
 def often_used(keys: Mapping[str, Option]) -> list[tuple[str, str, str]]:
-    """Return name, default and meaning, without the meaning of special values, of the keys that are often used."""
+    """Return name, default and meaning, without special values, of the keys often used."""
     return [(name, _default(keys[name]) or "empty", keys[name].help.partition("; ")[0]) for name in OFTEN]
 
 
@@ -57,7 +57,7 @@ def _default(key: Option) -> str:
 
 
 def described(keys: Mapping[str, Option]) -> str:
-    """Return all keys as Markdown: a line with those that are often used, and one list per section, as in docs/config.md."""
+    """Return all keys as Markdown: a line with those often used, and one list per section."""
     lines = [f"Often used: {', '.join(f'`{name}`' for name in OFTEN)}."]
     for key in keys.values():
         if key.name in SECTIONS:
@@ -70,5 +70,5 @@ def described(keys: Mapping[str, Option]) -> str:
 
 
 def defaults(keys: Mapping[str, Option]) -> str:
-    """Return the defaults of all keys as TOML, as they stand in ``[tool.flwr.app.config]`` of pyproject.toml."""
+    """Return all defaults as TOML, as in ``[tool.flwr.app.config]`` of pyproject.toml."""
     return tomli_w.dumps({key.name: key.default for key in keys.values()}).rstrip("\n")

@@ -18,16 +18,10 @@ PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")
 
 
 def parse_overrides(text: str) -> dict[str, Any]:
-    """Read run-config keys from a text such as ``rounds=10 method='hbn'``, or from a TOML file.
+    """Read run-config keys from a text such as ``rounds=10 method='hbn'``, or from a .toml file.
 
-    The syntax is that of ``flwr run --run-config``. Unlike Flower, this function does not ignore a part that it cannot
-    read.
-
-    Args:
-        text: The pairs, or the path of a file that ends in ``.toml``.
-
-    Raises:
-        ConfigError: A part is not ``key=value``, a value is not TOML, or the file cannot be read.
+    The syntax is that of ``flwr run --run-config``, but a part that cannot be read raises
+    ``ConfigError``.
     """
     if text.endswith(".toml"):
         try:

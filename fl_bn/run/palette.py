@@ -1,4 +1,4 @@
-"""Define colours, line styles and markers of all pictures, so that colour-blind readers can tell lines apart."""
+"""Define colours, line styles and markers of all pictures, also for colour-blind readers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ STYLE: Any = {
 
 
 def colour(index: int) -> str:
-    """Return the colour of the line with this index. Colours repeat after ``len(COLOURS)`` lines."""
+    """Return the colour of the line with this index, out of ``len(COLOURS)``."""
     return COLOURS[index % len(COLOURS)]
 
 
 def line(index: int) -> dict[str, Any]:
-    """Return colour, dashes and marker of the line with this index, as keyword arguments of ``plot``.
+    """Return colour, dashes and marker of the line with this index, as arguments of ``plot``.
 
     They are the same in every picture, and differ for the first 180 indices.
     """

@@ -25,15 +25,10 @@ STEPS = (1, 2, 5, 10)  # allowed distances between ticks of whole numbers, times
 
 
 def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task: Task = CLASSIFICATION) -> None:
-    """Draw the task's metric and the training loss of a run over its rounds, with the rounds of frozen statistics in grey.
+    """Draw a run's metric and training loss over its rounds, those of frozen statistics in grey.
 
-    If the run has running statistics, two more panels show how far the statistics moved, and the smallest variance.
-
-    Args:
-        config: The run config.
-        records: The records of the rounds.
-        path: The file of the picture.
-        task: The task.
+    If the run has running statistics, two more panels show how far they moved, and the
+    smallest variance.
     """
     panels = {"training loss\n(clients)": {r.round: r.loss for r in records}}
     if any(r.drift for r in records):
@@ -61,7 +56,7 @@ def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task
 
 
 def axis_of(task: Task, prefix: str = "") -> str:
-    """Return the name of the task's metric for an axis, with its unit, such as ``accuracy (%)``."""
+    """Return the task's metric for an axis, with its unit, such as ``accuracy (%)``."""
     return f"{prefix}{task.metric.replace('-', ' ')}{' (%)' if task.scale() == 100 else ''}"
 
 
@@ -80,13 +75,7 @@ def _metric(axes: Axes, records: Sequence[RoundRecord], task: Task, split: str) 
 
 
 def draw_labels(counts: Mapping[int, Sequence[int]], config: RunConfig, path: Path) -> None:
-    """Draw how many samples of each class every client has, with one bar per client and one colour per class.
-
-    Args:
-        counts: The number of samples per class, by client.
-        config: The run config, for names and the title.
-        path: The file of the picture.
-    """
+    """Draw every client's samples of each class, one bar per client and one colour per class."""
     table = np.array([counts[client] for client in sorted(counts)])
     clients, classes = table.shape
     few = classes <= len(SHADES)
@@ -111,7 +100,7 @@ def draw_labels(counts: Mapping[int, Sequence[int]], config: RunConfig, path: Pa
 
 
 def partition_in_words(config: RunConfig) -> str:
-    """Return a text that says how the data of a run are divided among the clients, such as ``Dirichlet(0.1)``."""
+    """Return how the data are divided among the clients, such as ``Dirichlet(0.1)``."""
     kind = {
         "auto": "each its own data",
         "iid": "IID",

@@ -1,4 +1,4 @@
-"""Try data, network and task of a run on the server before it begins, so that mistakes are found before clients train."""
+"""Try data, network and task of a run before it begins, to find mistakes early."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fl_bn.task import Classification
 
 @as_config_error()
 def check(config: RunConfig) -> None:
-    """Try the parts of a run: callbacks, partition, payload and augmentation, and the network on two samples.
+    """Try callbacks, partition, payload and augmentation, and the network on two samples.
 
     Raises:
         DataNotFound: A file of the data is missing.
@@ -71,15 +71,10 @@ def _warn(config: RunConfig, method: Method, model: nn.Module) -> None:
 
 
 def try_batch(config: RunConfig, x: Tensor, y: Tensor | None = None) -> None:
-    """Pass a batch through the network in evaluation mode, where no layer needs other clients, and see whether the task can use its output.
+    """Raise ``ConfigError`` if the network cannot take a batch, or the task cannot use its output.
 
-    Args:
-        config: The run config.
-        x: The inputs.
-        y: The targets; None: they are not known.
-
-    Raises:
-        ConfigError: It cannot. The message has the reason.
+    In evaluation mode, no layer needs other clients. ``y`` None: the targets are not
+    known.
     """
     of, model = task(config, y), copied(client_model(config)).eval()
     x, y = (part.expand(2, *part.shape[1:]) if part is not None and len(part) == 1 else part for part in (x, y))  # type: ignore[assignment]

@@ -23,27 +23,19 @@ TRAINING = {*options_by_key(LocalTraining), *options_by_key(Schedule), "objectiv
 
 
 def check(config: RunConfig) -> None:
-    """Check that the model has running statistics, and that the method shares them.
-
-    Raises:
-        ConfigError: One of the two is not so.
-    """
+    """Raise ``ConfigError`` unless the model has running statistics, and the method shares them."""
     bare = replace(config, model_weights="")  # the file would be refused for another reason if its network has no running statistics
     if reason := why_not(client_model(bare), config.build_method()):
         raise ConfigError(reason)
 
 
 def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output: Path | None = None) -> RunConfig:
-    """Return the config of a run that measures the BatchNorm statistics anew, with the same data and clients and no training.
+    """Return the config of a run that measures the BatchNorm statistics anew, with no training.
 
-    Args:
-        source: The folder of a finished run, or a file of weights.
-        overrides: Run-config keys that differ from those of the run.
-        passes: The number of passes; 0: until all layers are exact.
-        output: The folder of the new run; None: beside ``source``.
-
-    Raises:
-        ConfigError: There is no such run or file, or a key makes no sense here.
+    ``source`` is the folder of a finished run, beside which is the default ``output``, or
+    a file of weights. ``overrides`` are keys that differ from the run's. ``passes`` 0:
+    until all layers are exact. ``ConfigError``: there is no such run or file, or a key
+    makes no sense here.
     """
     if taken := [key for key in overrides if key in DECIDED | TRAINING]:
         raise ConfigError(f"recalibrate does not train, and makes a run of its own: leave out {taken[0]} (see --passes and --output)")

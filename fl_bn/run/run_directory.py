@@ -1,4 +1,4 @@
-"""Write the folder of a run. Its files are written during the run, so that an early end loses no results."""
+"""Write the folder of a run during the run, so that an early end loses no results."""
 
 from __future__ import annotations
 
@@ -48,17 +48,15 @@ PACKAGES = ("fl-bn", "flwr", "ray", "torch", "torchvision", "numpy", "grpcio", "
 class RunDirectory(Callback):
     """Write the folder of one run, as a callback of the run and as a context manager around it.
 
-    Entering the context opens the files. ``on_end`` writes the model, the pictures and the summary, also after a
-    failure. Leaving the context calls ``on_end`` if the run did not. Without ``output`` in the run config, records are
-    kept in memory and nothing is written.
+    Entering the context opens the files. ``on_end`` writes the model, the pictures and
+    the summary, also after a failure. Leaving calls it if the run did not. Without
+    ``output`` in the run config, records are kept in memory and nothing is written.
 
     Attributes:
-        config: The run config.
         path: The folder; None: the run has no output.
         records: The records of the rounds so far.
         transport: The transport of the run; None before ``start``.
-        resumed: The checkpoint from which the run is resumed; None: it is a new run.
-        task: The task of the run.
+        resumed: The checkpoint from which the run is resumed, if so.
     """
 
     def __init__(self, config: RunConfig, path: Path | None, *, goes_on: bool = False) -> None:
@@ -82,7 +80,8 @@ class RunDirectory(Callback):
 
         Raises:
             FileExistsError: A run with this ``name`` exists. It is not overwritten.
-            ConfigError: The folder cannot be made, there is no run to resume, or diagnostics cannot be measured.
+            ConfigError: The folder cannot be made, there is no run to resume, or
+                diagnostics cannot be measured.
         """
         if not config.output:
             return cls(config, None)
@@ -134,18 +133,18 @@ class RunDirectory(Callback):
         return self
 
     def start(self, transport: GridTransport) -> None:
-        """Store the transport, whose model is saved at the end. With ``dp-noise``, each noisy sum is recorded in privacy.jsonl."""
+        """Store the transport, whose model is saved at the end, and record noisy sums in privacy.jsonl."""
         self.transport = transport
         if self.path is not None and transport.secure is not None and transport.secure.accountant is not None:
             transport.secure.accountant.keep_in(Journal(self.path / RELEASES))
 
     def on_start(self, running: Running) -> None:
-        """Pass the records of a resumed run's earlier rounds to the callbacks that are called after this one."""
+        """Pass the records of a resumed run's earlier rounds to the callbacks after this one."""
         self._running = running
         running.history = tuple(self.records)
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
-        """Add the metric of every domain to the record, so that callbacks called after this one find it there."""
+        """Add the metric of every domain to the record, for the callbacks after this one."""
         note_domains(self.config, record)
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
@@ -160,17 +159,14 @@ class RunDirectory(Callback):
             self._history.add(record, measured)
 
     def keep_checkpoint(self, checkpoint: Checkpoint) -> int:
-        """Store a checkpoint, and return the oldest round to which the run can go back; 0: there is none."""
+        """Store a checkpoint, and return the oldest round to which the run can go back, or 0."""
         return 0 if self._checkpoints is None else self._checkpoints.keep(checkpoint)
 
     def on_end(self, error: BaseException | None) -> None:
         """Write the model, the pictures and the summary, unless this was done before.
 
-        Args:
-            error: The error that ended the run; None: it is complete.
-
-        Raises:
-            RunFailed: The run is complete, but its results cannot be written.
+        Without ``error``, the run is complete; if its results cannot be written,
+        ``RunFailed`` is raised.
         """
         if self.path is None or self._ended:
             return
@@ -198,7 +194,7 @@ class RunDirectory(Callback):
             self._lock = None
 
     def _keep(self, record: RoundRecord) -> None:
-        """Keep the record in memory without its disclosures, which are large, and add the disclosures to the totals."""
+        """Keep the record without its disclosures, which are large, and add these to the totals."""
         self.records.append(replace(record, disclosures=[]))
         self._disclosed.add(record)
 
@@ -264,8 +260,8 @@ class RunDirectory(Callback):
     def _save_model(self, path: Path, transport: GridTransport) -> None:
         """Save the shared model as it was evaluated last, without the tensors that stay at the clients.
 
-        Tensors have their names in the network before its conversion. If the method replaces BatchNorm by other layers (gn,
-        ln, FedWon, ...), tensors have their names in the converted network.
+        Names are the unconverted network's or, if the method replaces BatchNorm (gn, ln,
+        FedWon, ...), the converted one's.
         """
         metadata = {"method": self.config.method, "model": self.config.model, "rounds": str(min(len(self.records), self.config.rounds))}
         plain = plain_names(transport.shared.model)
@@ -276,17 +272,13 @@ class RunDirectory(Callback):
 
 
 def as_typed(path: Path) -> str:
-    """Return a path as text to paste into a shell. It is relative to the current folder if it is inside that folder."""
+    """Return a path to paste into a shell, relative if it is inside the current folder."""
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def _locked(path: Path) -> IO[str]:
-    """Lock the folder of a run against other processes, until this process ends or releases it.
-
-    Raises:
-        RunFailed: Another process has locked the folder.
-    """
+    """Lock the folder of a run against other processes, or raise ``RunFailed``."""
     try:
         return durable.take(path / LOCK, lambda: LOGGER.warning("%s cannot be locked: let no second process continue the run", path))
     except BlockingIOError as error:
@@ -299,7 +291,7 @@ def to_toml(values: Mapping[str, Value]) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return the content of ``environment.json``, which every run writes to its folder."""
+    """Return the content of every run's ``environment.json``."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),

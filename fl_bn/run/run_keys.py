@@ -1,10 +1,7 @@
 """Declare the general run-config keys, which do not belong to one method, objective or server optimiser.
 
-Options of methods, objectives and server optimisers are declared in their own classes. Every run also has the settings
-of the classes in ``VALUES``, and these classes declare their own options, too. For each option of ``VALUES``, this file
-has a line with the attribute and its type. The lines have the order of docs/config.md. ``[tool.flwr.app.config]`` of
-pyproject.toml has all keys with their defaults. ``flwr run . --run-config "rounds=10 method='hbn'"`` and ``fl-bn run``
-override them.
+For each option of the classes in ``VALUES``, which declare it, there is a line with the
+attribute and its type. The lines have the order of docs/config.md.
 """
 
 from __future__ import annotations
@@ -40,9 +37,10 @@ from fl_bn.task import TASKS
 
 _MADE = (LocalTraining, Schedule, ServerPolicy, ExchangeSettings, Defence, SecureAggregation, Privacy)
 VALUES: dict[type[Any], type[Any]] = {kind: kind for kind in _MADE}
-"""Class of settings -> the class that a run config uses in place of this class. The options of the class in use are run-config keys.
+"""Class of settings -> the class that a run config uses in its place, whose options are run-config keys.
 
-To add options to local training, derive a class ``Mine`` from the present entry and set ``VALUES[LocalTraining] = Mine``.
+To add options to local training, derive ``Mine`` from the present entry and set
+``VALUES[LocalTraining] = Mine``.
 """
 
 
@@ -54,10 +52,7 @@ of_sites = partial(option, used=when.SITES_DATA)
 
 @dataclass(frozen=True)
 class RunKeys:
-    """Declare the keys as fields, in the order of docs/config.md.
-
-    ``RunConfig`` checks the values of the keys, adds the other options, and makes the objects that the keys describe.
-    """
+    """Declare the keys as fields, in the order of docs/config.md, for ``RunConfig``."""
 
     method: str = option("fbn", "how normalisation is federated", METHODS)
     freeze_after: int = option(
@@ -164,11 +159,9 @@ class RunKeys:
 def general_options() -> Mapping[str, Option]:
     """Return the options of ``RunKeys`` and of ``VALUES`` by key, in the order of docs/config.md.
 
-    An option without a line in ``RunKeys`` follows the option that its class declares before it.
-
-    Raises:
-        ValueError: A class in ``VALUES`` is not derived from the class that it replaces, or two declarations of a key
-            differ.
+    One without a line in ``RunKeys`` follows the one before it in its class.
+    ``ValueError``: a class in ``VALUES`` does not derive from the one that it replaces,
+    or two declarations of a key differ.
     """
     return _general_options(tuple(VALUES.items()))
 

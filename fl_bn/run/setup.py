@@ -53,15 +53,15 @@ class Measurements(Protocol):
     """Measure the global model after a round."""
 
     def after_round(self, record: RoundRecord, model: nn.Module) -> Sequence[Any]:
-        """Return the lines of diagnostics.csv, as named tuples ``(round, layer, client, quantity, value)``."""
+        """Return the lines of diagnostics.csv, named tuples ``(round, layer, client, quantity, value)``."""
 
 
 @dataclass(frozen=True)
 class Setup(Options):
     """Change the parts of a run as they are made. This class changes nothing; derive your own from it.
 
-    A class with options is a frozen dataclass, too. Every process of the run makes an object of it, and results may be
-    cached: what a method returns depends on its arguments and on the options alone.
+    A class with options is a frozen dataclass, too. Results may be cached in each
+    process, so they must depend on arguments and options alone.
     """
 
     name: ClassVar[str] = "setup"
@@ -76,18 +76,19 @@ class Setup(Options):
 
         Args:
             config: The run config.
-            make: Makes the network, with the run's weights; further arguments of ``fl_bn.models.build`` may be given by name.
+            make: Makes the network, with the run's weights; takes arguments of
+                ``fl_bn.models.build`` by name.
         """
         return make()
 
     @property
     def attackers(self) -> int:
-        """Return how many clients attack: the last ones. The training data are divided among the others."""
+        """Return how many clients attack: the last ones, which get no data of their own."""
         return 0
 
     @property
     def split(self) -> str:
-        """Return the samples that the run is tested on, in words, if it holds out no validation samples."""
+        """Return the samples on which the run is tested, in words, if not on validation samples."""
         return TEST
 
     def method(self, config: RunConfig, method: Method) -> Method:
@@ -104,13 +105,14 @@ class Setup(Options):
         return train
 
     def measurements(self, config: RunConfig) -> Measurements | None:
-        """Return what is measured after every round, for diagnostics.csv; None: nothing. It has the data, so only a simulation can."""
+        """Return what is measured after every round of a simulation, for diagnostics.csv, if anything."""
         return None
 
     def arguments(self, constructor: object) -> dict[str, Any]:
-        """Return the arguments of a method, objective, server optimizer or settings class that have no run-config key.
+        """Return the arguments of a method, optimizer, ... that have no run-config key.
 
-        An option of a setup that has the key of such an argument (``hbn-mixing`` of ``hbn``'s ``mixing``) gives its value.
+        An option of a setup with the key of such an argument (``hbn-mixing`` of ``hbn``'s
+        ``mixing``) gives its value.
         """
         own, hidden = _own(cast(Any, type(self))), options_by_key(constructor, hidden=True)
         given = [(spec, getattr(self, own[key])) for key, spec in hidden.items() if key in own]
@@ -123,10 +125,9 @@ def _own(kind: Any) -> dict[str, str]:
 
 
 def setup_class(name: str) -> type[Setup]:
-    """Return the class that the run-config key ``setup`` names; empty: ``Setup`` itself.
+    """Return the class that the key ``setup`` names, or ``Setup`` itself.
 
-    Raises:
-        ConfigError: There is no such class, or this machine's owner does not allow its module.
+    If there is no such class, or its module is not allowed, ``ConfigError`` is raised.
     """
     return _setup_class(name, _modules)
 

@@ -28,10 +28,10 @@ def summary(
     Args:
         config: The run config.
         records: The records of the rounds.
-        error: The error that ended the run; None: the run ended without an error.
-        passes: The results of the passes in which clients measured statistics without training.
+        error: The error that ended the run, if any.
+        passes: The results of the passes that measured statistics without training.
         disclosures: Lines on what left the clients.
-        privacy: A statement of the privacy that the noise gives; empty: none.
+        privacy: A statement of the privacy that the noise gives.
         task: The task.
         absent: Each client that took no part, with the reason.
         early: Why the run ended before its last round; empty: it did not.
@@ -58,7 +58,7 @@ def summary(
 
 
 def _metric(records: Sequence[RoundRecord], task: Task, measures: bool) -> list[str]:
-    """Return a sentence with the metric before and after a re-calibration, or else after the last evaluation and in the best one."""
+    """Return a sentence with the metric before and after a re-calibration, or the last and the best one."""
     evaluated = [r for r in records if task.metric in r.evaluation]
     if not evaluated:
         return []
@@ -92,12 +92,7 @@ def _training(config: RunConfig) -> list[str]:
 
 
 def passes_in_words(passes: Sequence[Pass], clients: int) -> list[str]:
-    """Return sentences on how many passes were made, why they ended, and how far they moved the statistics.
-
-    Args:
-        passes: The results of the passes.
-        clients: The number of clients.
-    """
+    """Return sentences on the passes, why they ended, and how far they moved the statistics."""
     if not passes:
         return ["no pass was made"]
     last, layers = passes[-1], len(passes[-1].movements)

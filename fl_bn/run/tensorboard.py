@@ -15,13 +15,9 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Callback):
-    """Write those columns of rounds.csv that are floats, such as the metrics, as TensorBoard's scalars.
+    """Write those columns of rounds.csv that are floats, such as the metrics, as scalars.
 
     A resumed run replaces the rounds after its checkpoint.
-
-    Args:
-        folder: The folder of the event files.
-        task: The task, which has the metrics.
     """
 
     def __init__(self, folder: Path, task: Task) -> None:

@@ -1,4 +1,4 @@
-"""Test the model of a run on all test data, and on the test data of each domain."""
+"""Test the model of a run on all test data, and on those of each domain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fl_bn.task import MetricState
 
 
 def test_metrics(config: RunConfig, model: nn.Module, device: torch.device) -> dict[str, float]:
-    """Return name -> value of each metric of ``model`` on the test data, as in ``RoundRecord``. The model is not changed."""
+    """Return name -> value of each metric of ``model`` on the test data, as in ``RoundRecord``."""
     data, model = dataset(config), copied(model).to(device)
     of = task(config, data.y_test)
     if data.domain_test is None:
@@ -30,9 +30,9 @@ def test_metrics(config: RunConfig, model: nn.Module, device: torch.device) -> d
 
 
 def note_domains(config: RunConfig, record: RoundRecord) -> None:
-    """Add the metric of each domain to ``record``, if clients evaluated their own models on their own domains.
+    """Add the metric of each domain to ``record``, the mean over the domain's clients.
 
-    The metric of a domain is the mean over the clients of the domain.
+    This needs clients that evaluated their own models on their own domains.
     """
     of = task(config)
     own = config.dataset != SITES and config.partition in BY_DOMAIN and config.test_on == "own"

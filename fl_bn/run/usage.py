@@ -1,7 +1,7 @@
 """Make the run configs of several runs from common keys, as for a sweep.
 
-Each run leaves out the keys that have no effect in it. But a key that the user gave must have an effect in at least one
-of the runs.
+Each run leaves out the keys without effect in it, but a key of the user's must have an
+effect in one of the runs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,9 @@ class Usage:
         self._refusals: dict[str, str] = {}
 
     def config(self, values: Mapping[str, Any]) -> RunConfig:
-        """Return the run config of one run, without the keys that have no effect in it.
+        """Return the run config of one run from values by kebab-case key, without those of no effect.
 
-        Args:
-            values: Values by kebab-case key, as for ``RunConfig.from_mapping``.
-
-        Raises:
-            ConfigError: A key is unknown, or a value is out of range.
+        An unknown key, or a value out of range, raises ``ConfigError``.
         """
         remaining = dict(values)
         while True:
@@ -41,13 +37,6 @@ class Usage:
                 return config
 
     def check(self, keys: Collection[str]) -> None:
-        """Check that each of ``keys`` has an effect in at least one run made so far.
-
-        Args:
-            keys: The keys that the user gave for these runs.
-
-        Raises:
-            HasNoEffect: A key has no effect in any of these runs.
-        """
+        """Raise ``HasNoEffect`` unless each of ``keys`` has an effect in a run made so far."""
         if refused := {key: why for key, why in self._refusals.items() if key in keys and key not in self._used}:
             raise HasNoEffect(refused)

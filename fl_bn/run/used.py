@@ -1,8 +1,8 @@
-"""Refuse keys that the user set but that the run does not use. The one rule: key K belongs to M, and the run has no M.
+"""Refuse keys that the user set but that the run does not use: key K belongs to M, and the run has no M.
 
-The declaration of a key says what it belongs to (``option(used=...)``). An option of a method, an objective or a server
-optimiser belongs to it. A key counts as set by the user if its value is not the default, since Flower passes every key of
-pyproject.toml to a run.
+The declaration of a key says what it belongs to (``option(used=...)``). An option of a
+method, an objective or a server optimiser belongs to it. A key is set by the user if its
+value is not the default, since Flower passes every key of pyproject.toml to a run.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ from fl_bn.run.errors import ConfigError
 
 
 class HasNoEffect(ConfigError):
-    """Signal that the user set keys that have no effect in the run.
-
-    Attributes:
-        by_key: Key without effect -> the sentence that says why.
-    """
+    """Signal that the user set keys without effect in the run. ``by_key`` says why."""
 
     def __init__(self, by_key: Mapping[str, str]) -> None:
         super().__init__("; ".join(by_key.values()))
@@ -37,10 +33,8 @@ Registries = Mapping[str, Mapping[str, object]]
 def conditions(config: Any, registries: Registries, general: Mapping[str, Option]) -> dict[str, Used]:
     """Return key -> what it belongs to, for the keys that not every run uses.
 
-    Args:
-        config: The run config.
-        registries: For each key that chooses an entry by name, such as ``method``, the registry: name -> constructor.
-        general: The options of all general keys, and of the run's setup, by key.
+    ``registries`` has, by the key that chooses an entry, the constructors by name.
+    ``general`` are all other options.
     """
     owners = {key: spec.used for key, spec in general.items() if spec.used is not None}
     for chooser, registry in registries.items():
@@ -54,7 +48,7 @@ def conditions(config: Any, registries: Registries, general: Mapping[str, Option
 
 
 def unused(config: Any, registries: Registries, general: Mapping[str, Option]) -> dict[str, str]:
-    """Return key -> the sentence of the refusal, for all keys that the run does not use. The arguments are those of ``conditions``."""
+    """Return key -> the refusal, for all keys that the run does not use; arguments as ``conditions``."""
     owners = {key: used.owner for key, used in conditions(config, registries, general).items() if not used.holds(config)}
     return {key: f"{key}={in_config(config[key])} has no effect in this run: {key} belongs to {owner}" for key, owner in owners.items()}
 

@@ -84,8 +84,8 @@ class Where:
     def has(self, at: Mapping[str, str], keys: Mapping[str, Any]) -> bool:
         """Return whether this entry applies to the combination ``at`` with ``keys``.
 
-        If a variant replaces an axis by a single value, that is the value of a key with
-        the axis's name.
+        If a variant replaces an axis by a single value, ``keys`` has that value under the
+        axis's name.
         """
         return all(at.get(axis, str(keys.get(axis))) == value for axis, value in self.at.items())
 

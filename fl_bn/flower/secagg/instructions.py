@@ -115,7 +115,8 @@ def with_history(digest: bytes, keeps: ClientState, before: ClientState, round: 
     """Return what a client stores after a ``round`` with a secure sum: its own tensors, and the history.
 
     If the new tensors are not finite, the client keeps the old ones. Its history has this
-    round all the same, since otherwise it would tell the server of it.
+    round all the same, since otherwise it would tell the server that they were not
+    finite.
     """
     if keeps.round == round and not keeps.sections:
         return {}

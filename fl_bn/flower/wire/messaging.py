@@ -172,7 +172,7 @@ class Mailbox:
                 del reply
 
     def _is_final(self, reply: Message, sent: Message) -> bool:
-        """Return whether ``reply`` is no late one, nor an error of a node that may come back."""
+        """Return whether ``reply`` counts: in time, and no error of a node that may come back."""
         node = sent.metadata.dst_node_id
         if not reply.has_error() or reply.error.code not in PASSING:
             return True
