@@ -1,7 +1,7 @@
 """Run the server's half of a round's exchange: who takes part, which requests are missing, and who is late.
 
-A ``Session`` has no thread or clock. A carrier passes requests to ``submit`` and answers
-to the clients, and calls ``expire`` regularly.
+A carrier passes requests to ``submit`` and answers to the clients, and calls ``expire``
+regularly.
 """
 
 from __future__ import annotations
@@ -70,17 +70,14 @@ class Session:
     they still train.
 
     Args:
-        layers: the layers that may be exchanged, by name.
-        average: the rule that combines values, see ``reduce``.
-        policy: if a client is dropped, ``abort`` fails the round, ``shrink`` goes on with
-            the others.
+        average: as in ``reduce``.
+        policy: after a client is dropped, ``abort`` fails the round, ``shrink`` goes on.
         deadline: seconds after which a client is late with a vector.
         join_deadline: seconds without another client that joins, after which the missing
             ones are late.
         samples: each client's number of samples, the most for its batch.
         believing: whether clients count as they report. False, with robust rules: each
             counts with the median, so that no client decides its own weight.
-        called: gives the clients' names for the log.
     """
 
     def __init__(

@@ -53,21 +53,17 @@ class ExchangeSettings(Options):
 
     Attributes:
         carrier: ``grpc`` is a gRPC service in the ServerApp's process. ``replay`` uses
-            Flower messages, for any cohort size. ``local`` needs all clients in one
-            process. ``auto`` chooses ``local`` if it can, else ``grpc`` if the whole
-            cohort can run at once, else ``replay``.
-        policy: ``abort`` fails the round if a client is dropped, ``shrink`` goes on with
-            the others.
-        deadline: Seconds that an exchange waits for late clients, once half of the
-            clients wait.
+            Flower messages. ``local`` needs all clients in one process. ``auto`` chooses
+            ``local`` if it can, else ``grpc`` if the whole cohort can run at once, else
+            ``replay``.
+        policy: After a client is dropped, ``abort`` fails the round, ``shrink`` goes on.
+        deadline: Seconds that an exchange waits for late clients, once half of them wait.
         bind: Empty: loopback if ``host`` is a loopback address, else all addresses.
-        certificates: The files for TLS, which connections from other machines need if not
-            ``insecure``.
+        certificates: Needed for connections from other machines, if not ``insecure``.
         insecure: Set it only if Flower's own connections are unencrypted, too.
 
     Raises:
-        ValueError: A value is out of range, or connections would be unencrypted without
-            ``insecure``.
+        ValueError: A value is out of range, or connections would be unencrypted.
     """
 
     name: ClassVar[str] = "the exchange"

@@ -138,8 +138,8 @@ def difference(weight: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the pseudo-gradient ``weight - mean`` of a tensor or block, in the memory of ``mean``.
 
     The average is first rounded to ``dtype``, that of the stored weights, so that an SGD
-    step with learning rate 1 gives it bit for bit. Without, one value in 40 ends at the
-    next float32, if two clients are averaged in the ratio 3 to 7.
+    step with learning rate 1 gives it bit for bit. Otherwise one value in 40 could end at
+    the next float32.
     """
     return torch.sub(weight, mean.copy_(mean.to(dtype)), out=mean)
 
@@ -260,7 +260,7 @@ class Defence:
     def average(self) -> Average:
         """Return the rule for statistics: a function of values (a row per client) and counts.
 
-        If few clients ran a layer, it withstands as many Byzantine clients as these rows
+        If few clients ran a layer, it withstands as many Byzantine ones as these rows
         allow.
         """
         if self.statistics == "mean":

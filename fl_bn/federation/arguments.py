@@ -96,8 +96,7 @@ class Trials:
         shares: Each client's rate as a share of ``rate``, by default 1.
 
     Raises:
-        ValueError: An optimiser has other parameters than the network's, or does not fit
-            the objective.
+        ValueError: An optimiser does not fit the network or the objective.
     """
 
     def __init__(self, model: nn.Module, makers: Sequence[MakeOptimizer], objective: Objective) -> None:
@@ -139,7 +138,7 @@ def each(name: str, value: Any, clients: int, *, sequences: bool = True) -> tupl
     one per client.
 
     Raises:
-        ValueError: There are more or fewer values than clients, or one does not fit.
+        ValueError: A value does not fit, or there are not as many as clients.
     """
     several = value.values if isinstance(value, PerClient) else value
     if several is value and not (sequences and isinstance(value, list | tuple)):
@@ -158,8 +157,8 @@ def tasks_of(task: Any, loss: Any, metrics: Any, clients: int) -> tuple[Task, ..
     Clients with equal values get the same object.
 
     Raises:
-        ValueError: A value or a metric's name does not fit, or there are more or fewer
-            values than clients.
+        ValueError: A value or a metric's name does not fit, or there are not as many as
+            clients.
     """
     tasks, losses, further = each("task", task, clients), each("loss", loss, clients), each("metrics", metrics, clients)
     made: dict[tuple[int, int, int], Task] = {}
@@ -175,7 +174,7 @@ def own_tests(test: Any, clients: int, dtype: torch.dtype, again: bool = True) -
     """Return clients' test batches, if any, iterated over repeatedly if ``again``.
 
     Raises:
-        ValueError: A value is no iterable of batches, or there are more or fewer than
+        ValueError: A value is no iterable of batches, or there are not as many as
             clients.
     """
     if test is None:

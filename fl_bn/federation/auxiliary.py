@@ -1,7 +1,6 @@
 """Describe what is sent or kept beside the model: control variates, optimisers' buffers (momentum).
 
-Each section of auxiliary tensors has one tensor for every parameter that is shared and
-trained.
+A section of auxiliary tensors has one for every parameter that is shared and trained.
 
 Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao, appendix
 C.4, treats momentum between rounds in three ways. ``reset``: it starts from zeros.
@@ -83,8 +82,7 @@ BUFFERS = {
 class Momentum:
     """Carry the buffers of a client's optimiser between rounds, if ``maintain`` is not ``reset``.
 
-    ``received`` are the instruction's tensors, ``kept`` section ``optimizer`` of the
-    client's state.
+    ``received`` is from the instruction, ``kept`` from the client's state.
     """
 
     def __init__(

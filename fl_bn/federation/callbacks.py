@@ -43,7 +43,7 @@ class Running:
     reason: str = ""
 
     def stop(self, reason: str) -> None:
-        """End the run after this round. Its metrics are those of the last evaluation.
+        """End the run after this round, with the metrics of the last evaluation.
 
         The model is that of this round, but under HBN and static BN as evaluated last. Of
         several reasons, the log has the first one.
@@ -52,7 +52,7 @@ class Running:
 
 
 class Callback:
-    """Serve as the base class of callbacks. Its methods do nothing. An error in a method ends the run.
+    """Serve as the base class of callbacks, whose methods do nothing. An error in one ends the run.
 
     >>> from fl_bn import Callback
     >>> class Loss(Callback):
@@ -67,7 +67,7 @@ class Callback:
         """Handle an evaluation, before ``on_round`` of the same round.
 
         Args:
-            record: The round's record. Its ``evaluation`` has the metrics by name.
+            record: The round's record, with the metrics in ``evaluation``.
             rounds: The whole run's number of rounds.
         """
 
@@ -106,7 +106,7 @@ class Callbacks(Callback):
             callback.on_start(running)
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
-        """Call ``on_evaluation`` of all if the round was evaluated, then ``on_round`` of all."""
+        """Call ``on_evaluation``, if there was one, then ``on_round``, of all."""
         for callback in self.all if record.evaluation else ():
             callback.on_evaluation(record, rounds)
         for callback in self.all:
@@ -186,8 +186,8 @@ class EarlyStop(Best):
     >>> stop = EarlyStop(patience=3, metric="loss")  # Federation(..., callbacks=[stop])
 
     Args:
-        patience: The number of evaluations in a row without a better value that ends the
-            run, at least 1.
+        patience: So many evaluations in a row without a better value end the run; at
+            least 1.
         metric: The metric. Default: the task's own.
         higher_is_better: Default: as the task declares, or by the metric's name, see
             ``Best``.
@@ -211,7 +211,7 @@ class EarlyStop(Best):
 
 
 class KeepBest(Best):
-    """Keep the model of the best evaluation in a safetensors file. At any moment the file is complete or absent.
+    """Keep the model of the best evaluation in a safetensors file. It is always complete or absent.
 
     The file has the tensors of ``Running.arrays``. If clients keep tensors and are in
     this process, client 3's network, for example, is beside it in

@@ -32,7 +32,7 @@ UNREADABLE = (KeyError, ValueError, TypeError, AttributeError, IndexError, Recur
 
 
 def write(path: Path, parts: Parts, about: Mapping[str, str]) -> None:
-    """Write a checkpoint to ``path``, in place of an earlier one, which stays after an ``OSError``.
+    """Write a checkpoint in place of an earlier one at ``path``, which stays after an ``OSError``.
 
     ``parts`` is part (a name without slash) -> name -> tensor. ``about`` has texts for
     the metadata.

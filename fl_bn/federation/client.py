@@ -51,19 +51,16 @@ class LocalRound:
     Args:
         model: The network, converted for ``method``. The server's and the client's own
             tensors are loaded into it.
-        method: The method of the run.
-        instruction: The server's instruction.
         kept: The client's state after its last round. Default: none.
         settings: The settings of fl-bn's training loop. Default: for a user's own loop.
-        connect: Joins the layer-wise exchange, see ``Connect``, as FedTAN needs. In phase
-            MEASURE, the client then measures one layer after the other.
+        connect: Joins the layer-wise exchange of FedTAN or, in phase MEASURE, of a pass
+            layer by layer, see ``Connect``.
         in_own_loop: Whether a user's loop trains the network, to which docs/contract.md
             applies.
 
     Raises:
         ValueError: The server's model or objective differs from those of this client.
-        WireError: A tensor of the instruction is missing, unexpected, or of a wrong shape
-            or dtype.
+        WireError: A tensor of the instruction is not as expected.
     """
 
     def __init__(
@@ -121,7 +118,7 @@ class LocalRound:
 
     @cached_property
     def momentum(self) -> Momentum | None:
-        """Return the optimiser's buffers. None: rounds begin without any."""
+        """Return the optimiser's buffers, if they outlive a round."""
         if self.settings.maintain == "reset":
             return None
         return Momentum(self.settings, self.parameters, self.shared, self.instruction.sections, self.kept.get("optimizer"))
@@ -165,7 +162,7 @@ class LocalRound:
             self._lent.check()
 
     def _observe(self) -> None:
-        """Let BatchNorm layers record their inputs, or the first one join FedTAN's exchange."""
+        """Let BatchNorm layers record their inputs, or join FedTAN's exchange."""
         if self.observes:
             observing = observe(self.model, counts=self.recorder.counts, values=whole)
             self.recorder.observed = self._observing.enter_context(observing)
@@ -173,7 +170,7 @@ class LocalRound:
             self._observing.enter_context(observe(self.model, counts=self._joins))
 
     def _joins(self, layer: nn.Module, x: Tensor) -> bool:
-        """Join the exchange at the first layer of the first batch, so that nothing is recorded."""
+        """Join the exchange at the first batch's first layer. Return False: nothing is recorded."""
         ready = not (self.steps or self._first_samples or self.recorder.pauses)
         if ready and layer.training and not in_backward() and not is_traced():
             self._note_opacus()
@@ -205,8 +202,8 @@ class LocalRound:
         of a batch. In phase EXCHANGE the layers exchange their statistics from now on.
 
         Raises:
-            ValueError: The number is below 1, the first step is over, or the client has
-                joined the exchange already.
+            ValueError: The number is below 1, or comes after the first step or the
+                exchange's start.
         """
         if samples < 1 or self.steps or self.exchange is not None:
             raise ValueError(
@@ -231,7 +228,7 @@ class LocalRound:
             self._observing.close()
 
     def _end_first_batch(self) -> None:
-        """Store the number of samples, and end the exchange, after a backward pass around the step."""
+        """Store the number of samples, and end the exchange, once no backward pass runs."""
         self._first_samples = self.first_samples
         if self.exchange is not None and in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self._exchanging.close)
@@ -250,7 +247,7 @@ class LocalRound:
         self.step_done(goes_on)
 
     def optimizer_stepped(self, optimizer: Optimizer, goes_on: bool = False) -> None:
-        """Record the rate of a step, and clear the optimiser's buffers if the method says so.
+        """Record a step's rate, and clear the optimiser's buffers if the method says so.
 
         Raises:
             ValueError: The objective needs plain SGD with one learning rate.

@@ -1,9 +1,9 @@
 """Make a client's statistics pass: alone, or layer after layer with its cohort.
 
-With the cohort, all batches of a client stop at a layer, and go on with the cohort's
-statistics, which it exchanges for its moments. So one forward pass makes all layers
-exact, for which ``federation.passes`` needs one per layer. The layers must run in one
-order, each once per batch, and all activations must fit into memory.
+With the cohort, all batches of a client stop at a layer. The client sends the moments of
+its input, and the batches go on with the cohort's statistics. So one forward pass makes
+all layers exact, for which ``federation.passes`` needs one per layer. The layers must run
+in one order, each once per batch, and all activations must fit into memory.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Inputs = Callable[[], Iterable[Any]]
 class ClientPass:
     """Make the statistics pass of one client's round, and hold its result.
 
-    It is the method's pass before training (HBN), or that of a statistics-only exchange,
-    which alone uses ``connect``.
+    It is the method's before training (HBN), or a statistics-only exchange's, which alone
+    uses ``connect``.
 
     Attributes:
         how: What the pass measures, and on how many samples.

@@ -1,4 +1,4 @@
-"""Load an instruction into a client's network, and make the tensors of its reply and its state."""
+"""Load an instruction into a client's network, and make its reply and its state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("flwr")
 _NEWEST: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
-"""Network -> the token of the last ``load`` into it. A network may serve several clients in turn."""
+"""Network, perhaps of several clients in turn -> the token of the last ``load`` into it."""
 _STARTS: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 """Network -> the first values of its ``KEPT`` buffers, with which every client begins."""
 
@@ -39,8 +39,7 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, objective: Obj
 
     Raises:
         ValueError: The server has another model or objective than the client.
-        WireError: A tensor of the instruction is missing, unexpected, or of a wrong shape
-            or dtype.
+        WireError: A tensor of the instruction is not as expected.
     """
     network, method = copy.network, copy.network.method
     expected = network.instruction(auxiliary)
@@ -179,7 +178,7 @@ def state_to_keep(round: LocalRound, gradients: Named, client: int) -> ClientSta
 def ema_gradients(round: LocalRound) -> dict[str, Tensor]:
     """Compute ``m <- momentum * m + (1 - momentum) * g`` by name: DSGD's client momentum (FBN, Table 2).
 
-    ``g`` is a trained parameter's gradient with weight decay.
+    ``g`` is the gradient with weight decay.
     """
     settings, momentum, gradients = round.settings, round.kept.get("momentum"), dict[str, Tensor]()
     for name, parameter in round.model.named_parameters(remove_duplicate=False):

@@ -52,7 +52,7 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
     clients.
 
     Raises:
-        ValueError: Two parts do not fit together, with the reason and the remedy.
+        ValueError: Two parts do not, with the reason and the remedy.
     """
     objective, exchanges = settings.objective, method.exchanges
     as_centralised = f"the first local step of {method.name} must equal a step on all clients' batches together, but"
@@ -76,7 +76,7 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
 
 
 def check_weights(method: Method, client_weights: str) -> None:
-    """Raise ValueError if ``method`` exchanges in training (FedTAN) and weights are not ``samples``."""
+    """Raise ValueError if ``method`` is FedTAN's and weights are not ``samples``."""
     refuse(
         (client_weights != "samples" and method.exchanges,
          f"{method.name} weights clients by the sizes of their batches: client_weights must be 'samples', but got {client_weights!r}"),
@@ -89,8 +89,8 @@ def check_rates(objective: Objective, optimizer: Optimizer, others: Sequence[flo
     ``others`` are the rates of other optimisers of the same step.
 
     Raises:
-        ValueError: ``optimizer`` is not SGD, has momentum or ``maximize=True``, or there
-            are several rates.
+        ValueError: It is not SGD, has momentum or ``maximize=True``, or there are several
+            rates.
     """
     rates = [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
     several = sorted({*rates, *others})
@@ -118,7 +118,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def no_batch_norm(model: nn.Module, method: Method) -> str:
-    """Explain that ``method`` is plain averaging for ``model``, which has no BatchNorm layer, if so."""
+    """Explain that ``method`` is plain averaging for a ``model`` without BatchNorm, if so."""
     if has_batch_norm(model) or method.prepare is not None or not method.shares(Role.WEIGHT) or method.name == "fedavg":
         return ""
     words = f"this model has no BatchNorm layer: method {method.name} is plain federated averaging here"
@@ -129,7 +129,7 @@ def no_batch_norm(model: nn.Module, method: Method) -> str:
 
 
 def registering(kind: str) -> str:
-    """Return the call that makes fl-bn treat a class not derived from torch's BatchNorm as one."""
+    """Return the call that makes fl-bn treat another class as BatchNorm."""
     return f"fl_bn.register_batch_norm({kind}, convert=...)"
 
 
@@ -159,7 +159,7 @@ def say_absent(model: nn.Module, method: Method) -> None:
 
 
 def say_unmeasured(shared: SharedModel, round: int, rounds: int) -> None:
-    """Warn once per run of BatchNorm layers that no statistics pass or reported batch has reached.
+    """Warn once per run of BatchNorm layers that no pass or batch has reached.
 
     They run in training mode alone, or are not called.
     """
@@ -184,8 +184,8 @@ def layers_by_type(model: nn.Module) -> str:
 def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iterator[str]:
     """Yield log lines on a method and a network, ``source`` unconverted and ``model`` converted.
 
-    They name the layers before and after, what happens to each role's tensors, and what
-    clients report.
+    They tell the layers before and after, the use of each role's tensors, and clients'
+    reports.
     """
     before, after = layers_by_type(source), layers_by_type(model)
     yield f"method {method.name}: found {before}" + ("" if before == after else f", trained as {after}")

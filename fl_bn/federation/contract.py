@@ -136,8 +136,8 @@ class Lent:
     def _broken_by_opacus(self) -> Iterator[tuple[str, str, str]]:
         """Yield why opacus (differential privacy, gradients per sample) does not protect this round.
 
-        opacus refuses torch's BatchNorm and trainable layers with buffers, but no other
-        layers that mix samples.
+        Of layers that mix samples, it only refuses BatchNorm and trainable ones with
+        buffers.
         """
         round = self._round
         for name, layer in batch_norms(round.model).items():

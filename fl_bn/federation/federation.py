@@ -83,8 +83,8 @@ class Federation:
             per client, or ``per_client(function)`` of the client's number.
         loss: ``loss(output, targets)`` returns a batch's mean. Default: the task's loss.
         metrics: Further metrics by name: objects with ``update``, ``compute`` and
-            ``reset``, such as torchmetrics'. Each sees all test samples of an evaluation
-            before its one call of ``compute``.
+            ``reset``, such as torchmetrics'. Each sees all test samples before its one
+            call of ``compute``.
         optimizer: Makes a client's optimiser of parameters, in every round. Default: SGD
             with learning rate 0.05, momentum 0.9.
         scheduler: Makes a scheduler of that optimiser, stepped after every batch.
@@ -94,12 +94,11 @@ class Federation:
         local_epochs: Passes over a client's batches in a round, at least 1.
         test: The batches to evaluate on, or ``per_client(...)`` with each client's own.
             Default: no evaluation.
-        server_optimizer: Steps along the pseudo-gradient of the weights, by a copy
-            without earlier runs' momentum. Default: the new weights are the clients'
-            average.
+        server_optimizer: Steps along the pseudo-gradient of the weights, without earlier
+            runs' momentum. Default: they become the clients' average.
         defence: Rules against Byzantine clients. Default: none.
         device: The device on which clients train. Default: that of ``model``.
-        callbacks: Called at the run's start and end, after rounds and evaluations, see
+        callbacks: Called at start and end, after rounds and evaluations, see
             ``Callback``.
         options: Fields of ``FederationSpec``: ``fraction``, ``evaluate_every``, ``seed``,
             ``calibrate``, ``unit_scale``, ``clip``, ``engine`` and ``workers``.
@@ -196,10 +195,10 @@ class Federation:
     def model(self) -> nn.Module:
         """Return a copy of the shared network as evaluated last, in evaluation mode.
 
-        Without an evaluation, it is the network after this round, but under HBN and
-        static BN, which measure statistics only before an evaluation, the last evaluated
-        one. Its layers are those that the method trains, such as group normalisation for
-        gn.
+        In a round without an evaluation, it is the network after this round, but under
+        HBN and static BN, which measure statistics only before an evaluation, the last
+        evaluated one. Its layers are those that the method trains, such as group
+        normalisation for gn.
         """
         return self._transport.model(self._newest.tensors, batches_trained(self.history))
 
@@ -216,9 +215,8 @@ class Federation:
     def save(self, path: str | Path) -> None:
         """Save the shared model as evaluated last to a safetensors file. A missing folder is made.
 
-        The names are those of the unconverted network's state_dict, without tensors that
-        clients keep. docs/how-to/export.md says which network can load each method's
-        file.
+        The file has the unconverted network's names, without tensors that clients keep.
+        docs/how-to/export.md says which network can load each method's file.
         """
         save_network(Path(path), self.server.shared.whole(self._newest.tensors, batches_trained(self.history)))
 
@@ -268,9 +266,8 @@ class Federation:
     def checkpoint(self, path: str | Path) -> None:
         """Save the federation as it is after its last round, for ``resume``.
 
-        The safetensors file has the server's and clients' tensors, the server optimiser's
-        buffers, the records, and the states of random generators. Loading it cannot run
-        code.
+        The safetensors file has all tensors, the server optimiser's buffers, the records,
+        and the states of random generators. Loading it cannot run code.
 
         Raises:
             ValueError: No round was run yet.
@@ -301,8 +298,8 @@ class Federation:
 
         ``run(rounds)``, with the same number, then continues after the saved round, or
         starts another run if the saved one was over. On the CPU the results are bit for
-        bit those without interruption, if every loader is ``SeededBatches`` or has a
-        generator of its own.
+        bit those without interruption, if every loader is ``SeededBatches`` or has its
+        own generator.
 
         Raises:
             ValueError: The file is damaged, or was saved with another network, method,

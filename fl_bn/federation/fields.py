@@ -1,7 +1,7 @@
 """Declare and check the fields (name -> value) of a received record of a Flower message.
 
 ``Form.read`` drops undeclared fields, unless the form has ``others``. Sizes are checked
-before any text is parsed. No parser is recursive, so deep nesting does no harm.
+before any text is parsed, and no parser is recursive.
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ def measured(least: float = -math.inf, most: float = math.inf, default: Any = NE
 def text(longest: int, pattern: str = ".*", default: Any = NEEDED, wanted: str = "") -> Field:
     """Declare a text of up to ``longest`` characters that ``pattern`` matches as a whole.
 
-    Matching must take linear time for any text. Errors name ``wanted``, the allowed texts
-    in words.
+    Matching must take linear time. Errors name ``wanted``, the allowed texts in words.
     """
     compiled = re.compile(pattern, re.DOTALL)
     wanted = wanted or f"a text of up to {longest} characters"
@@ -123,8 +122,8 @@ def blobs(items: int, longest: int) -> Field:
 def whole_list(items: int) -> Field:
     """Declare a JSON list of up to ``items`` whole numbers >= 0, read to a tuple of int.
 
-    Each has up to 15 digits. A regular expression reads it, since deep nesting could
-    break a parser.
+    Each has up to 15 digits. A regular expression reads it, since nesting could break a
+    parser.
     """
     pattern = re.compile(r"\[(?:\d{1,15}(?:, ?\d{1,15})*)?\]", re.ASCII)
 
@@ -138,7 +137,7 @@ def whole_list(items: int) -> Field:
 def wholes_by_name(items: int) -> Field:
     """Declare a JSON object of up to ``items`` entries, such as ``{"stem.bn": 3}``.
 
-    Names have up to ``NAME`` characters, numbers (whole, >= 0) up to 15 digits.
+    Names have up to ``NAME`` characters, whole numbers up to 15 digits.
     """
     name, digits = rf'"([^"\\]{{0,{NAME}}})"', r"(\d{1,15})"
     pattern = re.compile(rf"\{{(?:{name}: ?{digits}(?:, ?{name}: ?{digits})*)?\}}", re.ASCII)
@@ -172,8 +171,8 @@ class Form:
         """Check a record (None: missing). Return declared values, or all if it has ``others``.
 
         Raises:
-            WireError: The record is missing, or has more than ``MOST`` fields, or a field
-                is missing or wrong.
+            WireError: The record or a field is missing or wrong, or there are more than
+                ``MOST``.
         """
         if record is None:
             raise WireError(self.record, "", f"missing: expected a record of {', '.join(self.fields)}")

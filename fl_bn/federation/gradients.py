@@ -4,12 +4,12 @@
 unit's inputs. BatchNorm subtracts the batch's mean, so that the mean input of the layer
 before does not contribute to that layer's gradient. If training normalises with
 constants, it contributes most: after a ReLU, the positive inputs' mean has nearly the
-same direction for every unit. This direction limits the learning rate, and clients with
-different classes drift apart along it. With centred gradients FBN learns as fast as
-BatchNorm on IID clients: docs/methods/fbn.md.
+same direction for every unit, which limits the learning rate, and lets clients with
+different classes drift apart. With centred gradients FBN learns as fast as BatchNorm on
+IID clients: docs/methods/fbn.md.
 
 Gradient Centralization: A New Optimization Technique for Deep Neural Networks, Yong et
-al., ECCV 2020 (equation 1). The paper centres every weight.
+al., ECCV 2020 (equation 1), where every weight is centred.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CLIPS = ("none", "norm", "round", "value", "adaptive")
 PATH = 20.0
 """Limit of ``round`` for networks that normalise with constants in training: by experiments."""
 STEP = 1.0
-"""The same limit in a round of one local step: by experiments, see docs/methods/fbn.md."""
+"""The same limit in a round of one local step, see docs/methods/fbn.md."""
 SMALLEST = 1e-3  # the smallest norm that weights count with; otherwise weights that start at zero could never change
 CENTRED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers whose ``weight`` has the output as first axis, and the inputs as others."""
@@ -47,8 +47,8 @@ FEWEST = 8
 def centred_weights(model: nn.Module) -> list[str]:
     """Return the weights to centre: of linear layers and convolutions but the last layer.
 
-    Weights computed from other parameters, or with fewer than ``FEWEST`` inputs per
-    output unit, are left out.
+    Weights computed from other parameters, or with fewer than ``FEWEST`` inputs per unit,
+    are left out.
     """
     head = head_of(model)
     found = {
@@ -99,8 +99,8 @@ def clip(
 
     Args:
         parameters: The parameters.
-        how: ``norm`` or ``round``: limit the norm over all parameters; ``value``: limit
-            every value; ``adaptive``: see ``clip_adaptive``.
+        how: ``norm`` or ``round``: limit the norm over all; ``value``: limit every value;
+            ``adaptive``: see ``clip_adaptive``.
         limit: The limit, for ``round`` that of ``norm_in_round``.
         head: The last layer's parameters, which ``adaptive`` does not clip.
         norm_of: Returns the norm of each output unit.
@@ -118,8 +118,7 @@ def clip(
 def chosen(how: str, limit: float, drifts: bool) -> tuple[str, float]:
     """Return way and limit of clipping; ``auto`` is ``round`` if ``drifts``, else ``none``.
 
-    ``drifts``: whether clients' weights could move far from the shared weights in a
-    round.
+    ``drifts``: whether clients' weights could move far from the shared ones in a round.
     """
     if how != "auto":
         return how, limit
@@ -179,9 +178,9 @@ def clip_adaptive(parameters: Iterable[nn.Parameter], limit: float, norm_of: Cal
     """Clip each output unit's gradient, in place, to ``limit`` times the norm of its weights.
 
     High-Performance Large-Scale Image Recognition Without Normalization, Brock, De,
-    Smith, Simonyan, ICML 2021, equation 3. Clients of FedWon clip so. A bias or scale
-    counts as one unit, and a norm below ``SMALLEST`` as ``SMALLEST``. As in the paper,
-    the last layer is not clipped: the caller leaves it out.
+    Smith, Simonyan, ICML 2021, equation 3, used by FedWon's clients. A bias or scale
+    counts as one unit, and a norm below ``SMALLEST`` as ``SMALLEST``. The caller leaves
+    out the last layer, as in the paper.
     """
     for p in parameters:
         if p.grad is not None:

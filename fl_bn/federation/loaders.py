@@ -26,8 +26,8 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
     ``whose`` begins the error message, such as ``client 3``.
 
     Raises:
-        ValueError: ``loader`` is no iterable, a list of loaders, or an iterator (a
-            generator) despite ``again``.
+        ValueError: It is no iterable, a list of loaders, or a generator despite
+            ``again``.
     """
     loaders = isinstance(loader, list | tuple) and loader and isinstance(loader[0], DataLoader | SeededBatches)
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
@@ -45,8 +45,7 @@ def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
     A task that overrides ``read`` may take any batches.
 
     Raises:
-        ValueError: ``loader`` or its first element is a tensor, or it is a dict, or a
-            list or dataset of samples.
+        ValueError: ``loader`` is a tensor, a dict, or has tensors or samples as elements.
     """
     first = loader[0] if isinstance(loader, list | tuple) and loader else None
     kinds = (Mapping, torch.Tensor, TensorDataset, Subset, ConcatDataset)
@@ -110,7 +109,7 @@ class SeededBatches:
         self.dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
 
     def like(self, dtype: torch.dtype) -> SeededBatches:
-        """Return the same batches, with floating-point inputs and images of ``dtype``."""
+        """Return the same batches, with floats and images of ``dtype``."""
         made = copy(self)
         made.dtype = dtype
         return made

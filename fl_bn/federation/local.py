@@ -85,9 +85,8 @@ def statistics_pass(
 ) -> dict[str, Moments]:
     """Measure the moments that ``how`` describes, of every layer, in evaluation mode.
 
-    The model stays unchanged. Moments with which training normalises (``NORMALISERS``)
-    need two samples, and random batches (by ``rng``) of training's ``batch_size``, on
-    which they depend.
+    Moments with which training normalises (``NORMALISERS``) need two samples, and random
+    batches (by ``rng``) of training's ``batch_size``, on which they depend.
     """
     like = inputs_like(model)
     return measured(model, (samples.batch(index, like)[0] for index in pieces(len(samples), how, rng, batch_size)), how)
@@ -138,8 +137,8 @@ def measured(
     """Measure the moments that ``how`` describes, of every layer, over ``batches`` of inputs.
 
     The model stays unchanged and in evaluation mode. If ``how.lower_layers`` is "hybrid",
-    HBN's layers, but those of ``held_layers``, normalise with their mixture, as in
-    training. A batch that then gives a layer one value per channel is left out.
+    HBN's layers normalise with their mixture, as in training, but those of
+    ``held_layers``. A batch that then gives a layer one value per channel is left out.
     """
     with measuring(model, how) as observed:
         for x in batches:

@@ -75,7 +75,7 @@ class Network:
 
     @cached_property
     def centred(self) -> list[str]:
-        """Return the names of the weights to centre in rounds with centred gradients."""
+        """Return the weights to centre in rounds with centred gradients."""
         return centred_weights(self.original)
 
     def instruction(self, auxiliary: Sequence[Auxiliary] = ()) -> schema.Schema:
@@ -92,10 +92,7 @@ class Network:
 
 
 class Copy:
-    """Hold a round's model, and load tensors into it faster than ``load_state_dict`` does.
-
-    From ``Network.lend`` it is a copy, from ``Copy.of`` the user's model itself.
-    """
+    """Hold a round's model, and load tensors into it faster than ``load_state_dict`` does."""
 
     def __init__(self, model: nn.Module, network: Network) -> None:
         self.model, self.network = model, network
@@ -114,7 +111,7 @@ class Copy:
         return {name: tensors[key].detach() for name, (tensors, key) in self._slots.items()}
 
     def trainable(self, phase: Phase) -> dict[str, nn.Parameter]:
-        """Return the parameters that learn and are not frozen in ``phase``, by name."""
+        """Return the parameters that learn in ``phase``, by name."""
         role = self.network.locality.role
         frozen = self.network.method.frozen if phase is Phase.FROZEN else frozenset()
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad and role[name] not in frozen}
@@ -161,7 +158,7 @@ class _Pristine:
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]] | None:
-    """Return each state_dict tensor's name -> (dict of its module, its key in the dict).
+    """Return each state_dict tensor's name -> (dict of its module, its key).
 
     The dicts stay valid if ``model.to`` replaces tensors. None: a module loads in its own
     way.

@@ -37,7 +37,7 @@ Gradient = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 """Returns a weight's gradient in float64, see ``aggregation.difference``.
 
 Its arguments are the weight in float64, the clients' average, which may be overwritten,
-and the dtype in which the weight is stored.
+and the weight's dtype.
 """
 
 
@@ -123,8 +123,8 @@ class FedOpt(Eager):
 class FedACG(Eager):
     """Set the weights to the clients' average, and store the movement: FedACG's server half.
 
-    Clients start at ``weights + momentum * movement`` (``lookahead``). The paper's local
-    penalty is FedProx's.
+    Clients start at ``weights + momentum * movement`` (``lookahead``), with FedProx's
+    penalty.
 
     Symbols: theta -> the weights, m -> movement, lambda -> momentum.
     """
@@ -197,10 +197,7 @@ class ServerOptimizer:
             parameter.grad, parameter.data = None, _without_memory(tensor)
 
     def lookahead(self, weights: Named) -> dict[str, Tensor]:
-        """Return name -> clients' first weight (FedACG), in float64. Empty: they start with ``weights``.
-
-        Weights that never made a step are left out.
-        """
+        """Return name -> clients' first weight in float64, where FedACG's differs from ``weights``."""
         if self._optimizer is None or not (momentum := self._optimizer.param_groups[0].get("lookahead", 0.0)):
             return {}
         state = self._optimizer.state

@@ -30,7 +30,7 @@ from fl_bn.objectives import PLAIN, Objective
 
 LOGGER = logging.getLogger("flwr")
 _SAID = set[tuple[str, str]]()
-"""Networks and methods whose lower learning rate was told."""
+"""Networks and methods whose lower learning rate is in the log already."""
 
 
 @contextmanager
@@ -55,12 +55,11 @@ def local_round(
     >>> reply, kept = round.reply(samples=16)  # send the reply, keep the state; more: docs/how-to/loop.md
 
     Args:
-        model: ``convert(net, method)``, the client's own copy of the network. The loop
-            trains it from the server's tensors.
-        method: The method, the same as the server's.
+        model: ``convert(net, method)``, the client's own copy of the network, which is
+            trained.
+        method: The server's method.
         instruction: The server's instruction.
-        kept: The state from ``round.reply`` in the client's last round. Default: none,
-            for its first one.
+        kept: The state from the client's last ``round.reply``. Default: none, at first.
         objective: The local objective. With one, the loop must call ``round.backward``.
         connect: Joins FedTAN's layer-wise exchange, see ``recording.Connect``.
 
@@ -68,8 +67,7 @@ def local_round(
         The client's round. After the block, its ``reply`` makes the reply to the server.
 
     Raises:
-        ValueError: Method, objective and instruction do not fit, or another round still
-            trains ``model``.
+        ValueError: The arguments do not fit, or another round still trains ``model``.
         ContractBroken: The network or the loop did not keep docs/contract.md.
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
@@ -96,10 +94,9 @@ def client_model(model: nn.Module, method: Method, instruction: Instruction, kep
 
     Args:
         model: The unconverted network. It stays unchanged.
-        method: The method, the same as the server's.
+        method: The server's method.
         instruction: The server's newest instruction.
-        kept: The state from ``round.reply`` in the client's last round. Default: none, as
-            before its first one.
+        kept: The state from the client's last ``round.reply``. Default: none, at first.
 
     Raises:
         ValueError: ``model`` or ``method`` differs from the server's.
@@ -142,8 +139,7 @@ def server_state(
     Args:
         model: The unconverted network. The run starts with its tensors.
         method: The method of the run.
-        rounds: The run's number of rounds, at least 1, on which phases and learning rates
-            depend.
+        rounds: The run's number of rounds, at least 1, for phases and learning rates.
         clients: The number of all clients.
         optimizer: Steps along the pseudo-gradient of the weights. Default: they become
             the clients' average.
@@ -157,9 +153,8 @@ def server_state(
         The state. Its ``instruction()`` is for the next round's clients.
 
     Raises:
-        ValueError: Method, objective and defence do not fit, the method needs BatchNorm
-            but ``model`` has none, ``rounds`` is no whole number >= 1, or ``rate`` is
-            wrong for the first or the last round.
+        ValueError: The arguments do not fit, the method needs BatchNorm but ``model`` has
+            none, ``rounds`` is no whole number >= 1, or ``rate`` gives a wrong rate.
     """
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
         raise ValueError(f"rounds must be a whole number >= 1 (the number of rounds of the run), but got {rounds!r}")
@@ -193,8 +188,7 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
         exchange: The session of FedTAN's layer-wise exchange, if any.
 
     Returns:
-        The state after the round, and its record, which names refused replies with the
-        reasons.
+        The state after the round, and its record, with refused replies and the reasons.
 
     Raises:
         ValueError: The run is over, or ``rate`` gives a wrong learning rate.

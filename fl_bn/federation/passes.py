@@ -56,7 +56,7 @@ class Measured:
 
 
 class Passes:
-    """Make the statistics-only exchanges of a run, with ``outcomes``, which change the server's statistics.
+    """Make a run's statistics-only exchanges, which change the server's statistics.
 
     If each costs privacy (``private``), there are none before round 1 unless asked for.
     """
@@ -66,7 +66,7 @@ class Passes:
         self.outcomes: list[Pass] = []
 
     def calibration(self, rounds: int) -> int:
-        """Return the number of exchanges before round 1, or ``UNTIL_STILL``: until all are exact."""
+        """Return the number of exchanges before round 1, or ``UNTIL_STILL``."""
         if self.server.policy.calibrate != AS_METHOD:
             return self.server.policy.calibrate
         return UNTIL_STILL if self.server.method.uses_shared(rounds) and not self.private else 0
@@ -78,8 +78,7 @@ class Passes:
     def rescales(self, rounds: int) -> bool:
         """Tell whether weights are rescaled before round 1 (``federation.unit_scale``).
 
-        They are with ``unit_scale``, if the method normalises the first batch with
-        calibrated statistics.
+        The method must normalise the first batch with calibrated statistics.
         """
         policy = self.server.policy
         return policy.unit_scale and rounds > 0 and self.calibration(rounds) != 0 and self.server.method.uses_shared(rounds)
@@ -126,8 +125,8 @@ class Passes:
         """Return the shared tensors, statistics renewed for an evaluation by ``Method.refresh``.
 
         ``EXACT``: those of all clients' data. ``HYBRID``: clients measure the moments
-        with which training normalises. ``REPORTED``: the server combines the statistics
-        of this round's replies.
+        with which training normalises. ``REPORTED``: those of this round's replies are
+        combined.
         """
         method, shared = self.server.method, self.server.shared
         refresh, words = method.refresh, "no exchange"
@@ -220,8 +219,8 @@ class Passes:
 class Newest:
     """Hold a run's model as evaluated last, also in rounds without an evaluation.
 
-    HBN and static BN measure statistics only before an evaluation. Other rounds' tensors
-    are no usable model: under static BN, they have mean 0 and variance 1.
+    HBN and static BN measure statistics only before one. Other rounds' tensors are no
+    usable model: under static BN, they have mean 0 and variance 1.
 
     Attributes:
         round: The round of these tensors; 0: before round 1.

@@ -35,7 +35,7 @@ def constant_rate(round: int, rounds: int) -> float:
 
 
 def checked_rate(what: str, rate: Callable[[int, int], float], round: int, rounds: int) -> float:
-    """Return what ``rate``, the argument ``what``, gives for ``round``, or raise ValueError unless finite and >= 0."""
+    """Return ``rate`` (argument ``what``) in ``round``, if finite and >= 0, or raise ValueError."""
     value = rate(round, rounds)
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf:
         raise ValueError(f"{what} must return a finite number >= 0, but for round {round} of {rounds} returned {value!r}")
@@ -60,9 +60,9 @@ def measures_in_the_clear(method: Method, config: Any) -> bool:
 def start_left(method: Method, config: Any, momenta: Iterable[float] = (MOMENTUM,)) -> float:
     """Return the share of initial values (mean 0, variance 1) in statistics when they freeze.
 
-    Every local step multiplies it by 1 - momentum. The layer with the largest share
-    counts. It is 0 if none freeze after round 1, clients send none, the local steps are
-    unknown, or the network is trained.
+    Every local step multiplies it by 1 - momentum. The largest counts. It is 0 if none
+    freeze after round 1, clients send none, the local steps are unknown, or the network
+    is trained.
     """
     rounds, steps = config["rounds"], config["local-steps"]
     before = sum(not method.freezes_statistics(method.phase(round, rounds)) for round in range(1, rounds + 1))
@@ -125,26 +125,25 @@ class ServerPolicy(RunSpec):
     """Describe how the server runs rounds.
 
     Most fields are options, with their keys in docs/config.md; those of ``RunSpec`` are
-    given by name. Times are in seconds. Unlike in a run config, the server by default
-    evaluates after every round, and does not wait for a client whose process died.
+    given by name. Times are in seconds. Unlike in a run config, the default is to
+    evaluate after every round, and not to wait for a client whose process died.
 
     Args:
         client_weights: A client's weight in averages: ``samples`` or ``uniform``.
         update: The tensors that clients send, see ``LocalTraining``.
-        rate: ``rate(round, rounds)`` returns the learning rate, a finite number >= 0.
-            Default: 0.05.
+        rate: ``rate(round, rounds)`` returns the learning rate, finite and >= 0. Default:
+            0.05.
         exchange: The settings of the layer-wise exchange.
         max_steps: The local steps that the server asks for, the most that a client may
             claim. 0: unknown.
         planned_steps: ``planned_steps(samples)`` returns the most local steps of a client
             with so many samples, for ``max_steps=0``. 0: unknown.
-        at_clients: Whether models are evaluated on the clients' own test data, although
-            no client has its own model.
+        at_clients: Whether the shared model is evaluated on the clients' own test data.
         evaluate_share: The share of the clients that evaluate in a round, 0..1.
         evaluate_least: The fewest clients that evaluate in a round.
         auxiliary: The kinds of tensors sent with the weights (``federation.auxiliary``).
-        objective: The clients' objective as text (``Objective.described``), checked at
-            the client. Empty: not checked.
+        objective: As text (``Objective.described``), checked at the client. Empty: not
+            checked.
         registered: Returns node -> name of the site that has this node now, see
             ``ClientNames``.
     """
@@ -270,7 +269,7 @@ class ServerPolicy(RunSpec):
         return ClientNames(self.names, self.nodes, self.registered)
 
     def scheduled(self, round: int, rounds: int) -> float:
-        """Return the learning rate of ``round`` (from 1), after the last round that of the last one."""
+        """Return the learning rate of ``round`` (from 1), or of the last round."""
         return checked_rate("rate", self.rate, min(round, max(rounds, 1)), rounds)
 
     def pace(self, learning_rate: float, rounds: int) -> float:

@@ -3,22 +3,20 @@
 **Re-calibration** on all clients' data is PreciseBN (Rethinking "Batch" in BatchNorm, Wu,
 Johnson, 2021, section 3), federated, without its batches. In a pass, clients run the
 network over their data in evaluation mode, with the same constants. So a layer's pooled
-moments are those of all data, given the statistics of the layers below: pass p makes
-layers 1..p exact, until a pass changes no statistic. It changes only layers 1..p+1
-(``unreached``), but all if fewer passes than layers are asked for: the highest would else
-keep wrong statistics. Networks may be converted or not. Weights never change.
+moments are those of all data, given the layers below: pass p makes layers 1..p exact,
+until one changes no statistic. It changes only layers 1..p+1 (``unreached``), but all if
+fewer passes than layers are asked for: the highest would else keep wrong statistics.
 
 **Adaptation** chooses BatchNorm's affine parameters and statistics by a new client's
-unlabelled samples, and a run's tensors, in three ways. "Known" clients are those that
-trained:
+unlabelled samples, in three ways. "Known" clients are those that trained:
 
-    average-affine   the mean affine parameters of the known clients, and the new client's own statistics.
-                     FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al.,
-                     ICLR 2021, appendix G
-    recompute        the affine parameters of the shared model (the initial ones, if clients keep theirs),
-                     and the new client's own statistics
-    test-batch       the affine parameters of average-affine, and the statistics of each test batch: no other
-                     samples are needed. Nado et al., Evaluating Prediction-Time Batch Normalization for
+    average-affine   the known clients' mean affine parameters, the new client's own
+                     statistics. FedBN: Federated Learning on Non-IID Features via Local
+                     Batch Normalization, Li et al., ICLR 2021, appendix G
+    recompute        the shared model's affine parameters (the initial ones, if clients
+                     keep theirs), the new client's own statistics
+    test-batch       the affine parameters of average-affine, each test batch's statistics.
+                     Nado et al., Evaluating Prediction-Time Batch Normalization for
                      Robustness under Covariate Shift, 2020; Schneider et al., NeurIPS 2020
 
 If a method shares the affine parameters, ``average-affine`` and ``recompute`` are the
@@ -81,13 +79,12 @@ class Pass:
     """Describe the result of one pass.
 
     Attributes:
-        number: The number of the pass, from 1.
+        number: From 1.
         clients: How many clients were measured.
-        settled: Whether no statistic changed by more than the tolerance, as in any
-            further pass.
+        settled: Whether no statistic changed by more than the tolerance.
         exchanges: The number of exchanges of a pass that went layer by layer, else 0.
-        in_order: Whether all layers kept their statistics but perhaps the one registered
-            last, see ``through``.
+        in_order: Whether all layers but perhaps the last one kept their statistics
+            (``through``).
     """
 
     number: int
@@ -111,8 +108,7 @@ class Pass:
     ) -> Pass:
         """Compare running statistics before and after a pass. Without clients, ``settled`` is False.
 
-        ``tolerance`` is the largest change that counts as none. ``kept_layers`` keep old
-        statistics (``unreached``).
+        A change up to ``tolerance`` counts as none. ``kept_layers`` stay (``unreached``).
         """
         settled = clients > 0 and all(_still(old[name], new[name], eps[name], tolerance) for name in new)
         in_order = all(_still(old[name], new[name], eps[name], TOLERANCE) for name in list(new)[:-1])
@@ -138,9 +134,9 @@ def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
 def through(layers: int, outcome: Pass) -> bool:
     """Tell whether passes may end, since each of ``layers`` layers has exact statistics.
 
-    They may after a pass that changes no statistic, or after pass ``layers`` if it
-    changed the last layer only. Else layers are called in another order than registered:
-    twice as many passes suffice.
+    They may after one that changes no statistic, or after pass ``layers`` if it changed
+    the last layer only. Else layers are called in another order than registered: twice as
+    many passes suffice.
     """
     return outcome.settled or outcome.number >= 2 * layers or (outcome.number >= layers and outcome.in_order)
 
@@ -149,13 +145,12 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
     """Set the running statistics of ``model`` to those of all clients' data (variance unbiased).
 
     Moments are rounded to the model's dtype, so a federated run gives the same bits.
-    Statistics of a layer that the network uses at two depths may converge, but are not
-    exact.
+    Statistics of a layer that is used at two depths may converge, but are not exact.
 
     Args:
         model: The network, whose statistics are set in place.
         clients: Each client's samples.
-        passes: The largest number of passes; 0: as many as make all layers exact.
+        passes: The most passes; 0: as many as make all layers exact.
         tolerance: The largest change that counts as none, see ``TOLERANCE``.
 
     Raises:
@@ -289,8 +284,8 @@ class Adaptation:
     def adapt(self, how: str, x: Tensor) -> nn.Module:
         """Return the model adapted to the samples ``x`` (N, ...) in the way ``how``, one of ``HOW``.
 
-        With ``test-batch``, ``x`` is not used, and the model has the clients' average
-        statistics. Pass it to ``with_batch_statistics`` before an evaluation.
+        ``test-batch`` does not use ``x``. Pass its model, with the clients' average
+        statistics, to ``with_batch_statistics`` before an evaluation.
 
         Raises:
             NotAdaptable: The way is impossible (``refusal``), or a layer gets fewer than
@@ -314,7 +309,7 @@ class Adaptation:
 def recompute_statistics(model: nn.Module, x: Tensor) -> None:
     """Set the statistics of ``model``, in place, to mean and unbiased variance over ``x`` (N, ...).
 
-    A layer is measured after those before it have their new statistics.
+    Layers before a layer get theirs first.
 
     Raises:
         NotAdaptable: A layer gets fewer than two values per channel.
@@ -329,7 +324,7 @@ def recompute_statistics(model: nn.Module, x: Tensor) -> None:
 
 
 def with_batch_statistics(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` whose layers always normalise batches with their own statistics."""
+    """Return a copy of ``model`` that always normalises batches with their own statistics."""
     model = copied(model)
     for layer in batch_norms(model).values():
         layer.running_mean = layer.running_var = None

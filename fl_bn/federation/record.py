@@ -1,4 +1,4 @@
-"""Record the facts of one round, and summarise clients' metrics, for the log, the CSV, TensorBoard and the pictures.
+"""Record the facts of one round, and summarise clients' metrics, for the log and all other outputs.
 
 By them the log recognises diverging training, and its cause.
 """
@@ -84,7 +84,7 @@ class RoundRecord:
     """Record one training round.
 
     Attributes:
-        round: The round, from 1; 0 before the first round.
+        round: The round, from 1; 0 before the first.
         phase: The name of the round's phase.
         learning_rate: The clients' learning rate.
         clients: The cohort's records, in client order.
@@ -94,18 +94,15 @@ class RoundRecord:
         bytes_down: Section -> bytes of arrays that a client received.
         bytes_up: Section -> bytes of arrays that a client sent.
         exchanges: The number of layer-wise exchanges.
-        carrier: The transport of these exchanges, see ``exchange.settings``; empty
-            without.
+        carrier: Their transport, if any, see ``exchange.settings``.
         aggregated: Whether the round changed the model.
-        seconds: The duration of the round in seconds.
-        evaluation: Metrics by name, if evaluated. A callback's ``on_evaluation`` may add
-            others.
-        client_evaluation: Client -> the metrics of its own evaluation, by name.
-        own_metrics: Name -> mean over the clients, for the training metrics of your own
-            Flower app or loop.
+        seconds: The duration of the round.
+        evaluation: Metrics by name. A callback's ``on_evaluation`` may add others.
+        client_evaluation: Client -> its own metrics by name.
+        own_metrics: Name -> mean of the training metrics of your own Flower app or loop.
         client_metrics: Client -> its own training metrics by name.
-        disclosures: The contents that left the clients, including those of
-            statistics-only exchanges.
+        disclosures: The contents that left the clients, also in statistics-only
+            exchanges.
     """
 
     round: int
@@ -221,8 +218,8 @@ def why_failed(record: RoundRecord) -> str:
 def watch(record: RoundRecord, first_loss: float = math.nan, last: bool = False, failed: int = 0) -> Iterator[str]:
     """Yield warnings if a round's training loss shows divergence, or if a run ends so.
 
-    It does if it is not finite, or far above ``first_loss``, that of round 1 (NaN:
-    unknown). ``failed`` counts failed rounds in a row.
+    It is then not finite, or far above ``first_loss``, that of round 1 (NaN: unknown).
+    ``failed`` counts failed rounds in a row.
     """
     if record.phase == Phase.MEASURE.value:
         return
@@ -293,8 +290,8 @@ def over_clients(task: Task, measured: Sequence[Mapping[str, float]], robust: bo
 
     Of the task's own metric: mean, standard deviation and worst value (``accuracy``,
     ``accuracy-std``, ``accuracy-min``). Of ``loss``: mean, or median if ``robust``, since
-    it has no range. Of every other: the mean of the values in the metric's range; NaN
-    without any.
+    it has no range. Of others: the mean of the values in the metric's range; NaN without
+    any.
     """
     own = np.array([metrics[task.metric] for metrics in measured])
     worst = own.min() if task.higher_is_better else own.max()
@@ -310,10 +307,7 @@ def over_clients(task: Task, measured: Sequence[Mapping[str, float]], robust: bo
 
 
 def over_samples(measured: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Return each metric's mean over the clients that have it, weighted by test samples.
-
-    Not every client has, for example, samples and so an accuracy of class 3.
-    """
+    """Return each metric's mean over the clients that have it, weighted by test samples."""
     names = dict.fromkeys(name for _, metrics in measured for name in metrics)
     known = {name: [(count, metrics[name]) for count, metrics in measured if name in metrics] for name in names}
     return {name: weighted_mean(of) for name, of in known.items()}

@@ -1,11 +1,9 @@
 """Record a round's batches and steps, as docs/contract.md defines them, in any loop.
 
-A *batch* is all forward passes of the round's network between two steps, in training mode
-under autograd, but those of a copy, of ``torch.jit.trace``, or repeated by a backward
-pass. A *step* is one of a ``torch.optim.Optimizer`` along a gradient of one of the
-network's parameters. Steps of different parameters without a batch between them are one
-(optimisers of several parts, or inside the backward pass), and so are those of an
-optimiser around another.
+Passes count in training mode under autograd, but not those of a copy, of
+``torch.jit.trace``, or repeated by a backward pass. Steps of different parameters without
+a batch between them are one (optimisers of several parts, or inside the backward pass),
+and so are those of an optimiser around another.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ Connect = Callable[[int], Exchange]
 class Recorder:
     """Record the training passes of a round's network, and tell which steps belong together.
 
-    It is also a forward pre-hook of the network, which does nothing in a copy or a
-    pickle. With ``once``, a layer's batches count only up to the first step before which
-    the layer runs.
+    It is also a forward pre-hook, which does nothing in a copy or a pickle. With
+    ``once``, a layer's batches count only up to the first step before which the layer
+    runs.
 
     Attributes:
         observed: Layer -> the moments of the recorded passes.
@@ -112,7 +110,7 @@ class Recorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Record nothing inside the ``with`` block."""
+        """Record nothing inside the block."""
         before, self.pauses = self.pauses, True
         try:
             yield
@@ -188,8 +186,7 @@ def unrecorded(model: nn.Module) -> Iterator[None]:
     0
 
     Args:
-        model: The network of a round (``round.model``), a part of it, or a wrapper around
-            it.
+        model: A round's network (``round.model``), a part of it, or a wrapper around it.
     """
     parts = set(model.modules())
     with ExitStack() as stack:

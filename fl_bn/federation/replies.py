@@ -25,7 +25,7 @@ from fl_bn.support.wire import Absent, WireError, excerpt, reason
 
 LOGGER = logging.getLogger("flwr")
 WIDEST_WEIGHT = 1e4
-"""The largest allowed weight in a reply, as a multiple of the server's largest weight, if above 1.
+"""The largest weight in a reply, as a multiple of the server's largest, or of 1 if larger.
 
 One client's finite value of 3e38 would dominate the average unnoticed. Honest training
 stays below this limit, even in the first steps of an untrained deep network.
@@ -124,8 +124,8 @@ def arrays_of(sections: Any) -> Payload:
     """Return a reply's tensors as arrays, without a copy if they are plain and on the CPU.
 
     Raises:
-        WireError: ``sections`` is not section -> name -> tensor, or a tensor has no
-            readable values (it is sparse, or on the device ``meta``).
+        WireError: ``sections`` is not section -> name -> tensor, or a tensor is sparse or
+            on ``meta``.
     """
     payload: Payload = {}
     where = "reply", "sections"

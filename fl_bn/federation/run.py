@@ -29,8 +29,7 @@ class Round:
     Attributes:
         evaluated: Name -> shared tensor for an evaluation. Empty: none was due, nor
             measured (hbn, static-bn).
-        failed: The number of failed rounds in a row, including this one; 0 if this round
-            changed the model.
+        failed: The number of failed rounds in a row up to this one.
     """
 
     record: RoundRecord
@@ -53,14 +52,14 @@ def run(
     This is a generator: a round runs when its result is requested.
 
     Args:
-        server: The server, with the shared tensors that the run starts from.
-        transport: Carries instructions to the clients, and replies back.
+        server: The run's server.
+        transport: Reaches its clients.
         rounds: The whole run's number of rounds; 0: only the statistics are measured.
-        passes: Makes the statistics-only exchanges, and keeps their results.
-        first: The first round, above 1 if the run continues from a checkpoint.
-        failed: The number of failed rounds in a row just before this round.
-        show: Called in a run of 0 rounds: with the state before the exchanges, and with
-            each one's result.
+        passes: Makes the statistics-only exchanges.
+        first: The first round, above 1 if the run continues.
+        failed: The number of failed rounds in a row just before.
+        show: Called in a run of 0 rounds with the state before the exchanges, and each
+            result.
 
     Raises:
         Diverged: Too few replies could be used in ``max_failed`` rounds in a row.

@@ -1,8 +1,6 @@
 """Say where every tensor of a converted network lives, and which tensors a message has.
 
-``Locality`` is computed once, for client state, disclosure, adaptation, secure sums,
-re-calibration, and the receiver of a message, who derives its ``Schema`` from model,
-method and phase.
+``Locality`` is computed once, also by a message's receiver, who derives its ``Schema``.
 """
 
 from __future__ import annotations
@@ -74,8 +72,7 @@ class Locality:
     def started_by_server(self) -> list[str]:
         """Return the names of the tensors at home whose first values the server may send.
 
-        Mixing logits start at 0, and buffers of the role KEPT with the client's own
-        values.
+        Others are mixing logits, which start at 0, and buffers of the role KEPT.
         """
         return [name for name in self.home if self.role[name] not in (Role.MIXING, Role.KEPT)]
 
@@ -98,8 +95,7 @@ class Locality:
     def signature(self, model: nn.Module) -> str:
         """Return a short hash of the method at clients, and of each tensor's name, role, shape, dtype.
 
-        If single layers stay at home (``Method.local_in``), it depends on the tensors at
-        home, too.
+        It includes the tensors at home if single layers stay there (``Method.local_in``).
         """
         parts = [f"{k} {self.role[k].value} {tuple(t.shape)} {t.dtype}" for k, t in model.state_dict().items()]
         at_home = [] if self.method.local_in is None else self.home
@@ -125,8 +121,7 @@ class Spec:
         This is 0 for integers, and with ``any_value``.
 
         Raises:
-            WireError: The array has another shape or dtype, or a value that is not
-                allowed.
+            WireError: The shape, the dtype or a value is not allowed.
         """
         wrong, least, most = "", 0.0, 0.0
         if array.shape != self.shape:
@@ -191,8 +186,7 @@ class Schema:
 def difference(expected: Schema, payload: Payload) -> str:
     """Name the first tensor in which this side's tensors and the other's arrays differ.
 
-    If there is none, name the other possible differences, and the command that shows
-    them.
+    If there is none, name other possible differences, and the command that shows them.
     """
     try:
         expected.check(payload)
@@ -204,8 +198,7 @@ def difference(expected: Schema, payload: Payload) -> str:
 def instruction(model: nn.Module, locality: Locality, auxiliary: Sequence[Auxiliary] = ()) -> Schema:
     """Describe the instruction: weights, buffers that only the server sends, shared statistics.
 
-    To train, it also has auxiliary tensors, and perhaps ``START``: initial values for a
-    client without kept tensors.
+    To train, it also has auxiliary tensors, and perhaps ``START``, initial values.
     """
     state = model.state_dict()
     sections = {"weights": {k: _weight(state[k], locality, k) for k in locality.names(Place.SHARED, Place.DOWN_ONLY)}}

@@ -1,7 +1,7 @@
 """Carry out the server's half of a round: (state, replies) -> (state, record). Reach clients by a ``Transport``.
 
-If a new shared tensor is not finite, the round changes nothing, and the next one goes
-without the client whose reply has the largest values.
+If a new shared tensor is not finite, the round changes nothing, and the next one leaves
+out the client whose reply has the largest values.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ class Server:
 
     Args:
         model: The unconverted network. The run starts with its tensors.
-        method: The method of the run.
-        policy: The options of the server's rounds.
         rounds: The run's number of rounds, on which phases and learning rates depend.
         optimizer: Steps along the pseudo-gradient of the weights, as a fresh copy.
             Default: the clients' average.
@@ -95,8 +93,8 @@ class Server:
     def intake(self, cohort: Sequence[int]) -> Intake | None:
         """Return what takes the cohort's replies one by one, and frees their weights' memory.
 
-        None: robust rules, the layer-wise exchange or auxiliary tensors need all replies
-        at the same time.
+        None: robust rules, the layer-wise exchange or auxiliary tensors need all at the
+        same time.
         """
         whole = self.defended or Phase(self.record.phase) is Phase.EXCHANGE or self.policy.auxiliary
         return None if whole else Intake(cohort, self._weight)
@@ -144,8 +142,7 @@ class Server:
 
         Raises:
             TooFew: There are too few replies for the round, or for the robust rule.
-            NotFinite: The model's dtype cannot hold a new tensor. The model stays
-                unchanged.
+            NotFinite: A new tensor would not be finite. The model stays unchanged.
         """
         policy, phase, cohort = self.policy, Phase(self.record.phase), len(replies.cohort)
         needed = max(float(policy.min_cohort), policy.min_replies * cohort)

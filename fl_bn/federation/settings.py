@@ -136,9 +136,8 @@ class LocalTraining(Options):
     def norm_in_round(self, learning_rate: float, steps: int) -> float:
         """Return a gradient's largest norm under ``clip="round"``, in a round of ``steps`` steps.
 
-        With it, SGD moves the weights by at most ``clip_limit`` in the round. With one
-        step, ``step_clip``, if set, is the limit, and momentum does not count: a first
-        step starts from zero buffers.
+        With it, SGD moves the weights by at most ``clip_limit``, or ``step_clip``, if
+        set, in one step, for which momentum does not count: its buffers start from zero.
         """
         if steps == 1 and self.step_clip:
             return norm_in_round(self.step_clip, learning_rate, 1, 0.0)
@@ -180,10 +179,10 @@ class LocalTraining(Options):
 class Schedule(Options):
     """Compute a round's learning rate: call it with a round (from 1) and the number of rounds.
 
-    ``constant``: it stays ``base``. ``step``: it is multiplied by ``decay`` after 50 %
-    and 75 % of the rounds. ``exponential``: it is multiplied by ``decay`` after every
-    round. ``cosine``: it falls along half a cosine towards 0. ``milestones``: it is
-    ``base`` times the factor of the last milestone.
+    ``constant``: it stays ``base``. ``step``: ``decay`` multiplies it after 50 % and 75 %
+    of the rounds. ``exponential``: after every round. ``cosine``: it falls along half a
+    cosine towards 0. ``milestones``: it is ``base`` times the factor of the last
+    milestone.
     """
 
     name: ClassVar[str] = "the schedule"
@@ -235,7 +234,7 @@ def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
 
     Raises:
         ValueError: The form is wrong, shares do not rise between 0 and 1, or a factor is
-            no finite number above 0.
+            not above 0.
     """
     try:
         pairs = tuple((float(share), float(factor)) for share, factor in (part.split(":") for part in names_of(text)))
@@ -252,6 +251,6 @@ def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
 def seeded(*key: int) -> np.random.Generator:
     """Return a NumPy generator that depends only on ``key``, in every process and engine.
 
-    ``key`` are whole numbers, such as the seed, the client, the round, and the purpose.
+    ``key`` has, for example, the seed, the client, the round, and the purpose.
     """
     return np.random.default_rng(np.random.SeedSequence(key))

@@ -63,8 +63,7 @@ class ServerStep:
 def median_steps(steps: Iterable[int]) -> int:
     """Return the median of clients' numbers of steps, at least 1: no single claim decides it.
 
-    Clients without a step are left out. Of two numbers in the middle, the smaller is
-    taken.
+    Zeros are left out. Of two middle numbers, the smaller is taken.
     """
     return median_low([made for made in steps if made > 0] or [1])
 
@@ -114,7 +113,7 @@ class SharedModel:
         return self._learnable - self._frozen if phase is Phase.FROZEN else self._learnable
 
     def held(self, phase: Phase) -> set[str]:
-        """Return the names of parameters frozen in ``phase`` by the method or the owner."""
+        """Return the names of parameters frozen in ``phase`` by method or owner."""
         return {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - self.learnable(phase)
 
     def expected(self, phase: Phase, update: str) -> schema.Schema:
@@ -139,9 +138,9 @@ class SharedModel:
         return {schema.START: {name: state[name].detach().clone() for name in names}} if names else {}
 
     def instruction_to_train(self, round: int, phase: Phase, optimizer: ServerOptimizer, **fields: Any) -> Instruction:
-        """Return the instruction to train: first weights, shared statistics, auxiliary tensors, ``fields``.
+        """Return the instruction to train, also with auxiliary tensors.
 
-        The optimiser's ``lookahead`` may change these weights.
+        The optimiser's ``lookahead`` may change the weights.
         """
         instruction, state = self.instruction(round, phase, **fields), self._copy.state
         sections = instruction.sections
@@ -163,7 +162,7 @@ class SharedModel:
         """Return the tensors for a ``load_state_dict`` file: ``kept``, and all not kept by clients.
 
         The names are those of the unconverted network without wrappers, or, if the method
-        replaces BatchNorm, of the converted one. ``batches`` is added to
+        replaces BatchNorm, of the converted one. ``batches`` adds to
         ``num_batches_tracked``.
         """
         state, place = self._copy.state, self.locality.place

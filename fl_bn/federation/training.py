@@ -56,7 +56,7 @@ def train(round: LocalRound, batches: Iterable[Any], task: Task, optimizer: Opti
     """Train ``round.model`` in place by settings, method and phase, inside ``round.open()``.
 
     ``scheduler`` steps after every batch. A batch of one sample is left out if a
-    BatchNorm layer gets only one value per channel from it, which has no variance.
+    BatchNorm layer gets only one value per channel, which has no variance.
     """
     model, settings, rate = round.model, round.settings, round.instruction.learning_rate
     like, parameters = inputs_like(model), round.parameters
@@ -148,8 +148,8 @@ class IndexBatches:
 class SampleLoop:
     """Train on a client's samples by a round's settings, as argument ``train`` of ``client_round``.
 
-    Random numbers depend only on ``seed``, ``client`` and the round, which iterates
-    ``passes`` times over ``batches``.
+    Random numbers depend only on ``seed``, ``client`` and the round, which makes
+    ``passes`` over ``batches``.
     """
 
     samples: Samples

@@ -76,7 +76,7 @@ def to_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 def encode_moments(layer: str, moments: Moments, dtype: torch.dtype) -> dict[str, Tensor]:
     """Encode a layer's moments on the CPU: ``count`` int64 (1,), ``mean`` and ``var`` (C,) in ``dtype``.
 
-    Count 0 means that the layer did not run.
+    Count 0: the layer did not run.
     """
     mean, var = moments.mean.to(dtype).cpu(), moments.var.to(dtype).cpu()
     return {tensor_name(layer, key): t for key, t in (("count", torch.tensor([moments.count])), ("mean", mean), ("var", var))}
@@ -102,20 +102,17 @@ class Instruction:
     """Hold the server's instruction to a cohort: what to do in a round, with which tensors.
 
     Attributes:
-        phase: The phase of the round. ``Phase.MEASURE``: clients only measure statistics.
+        phase: The phase. ``Phase.MEASURE``: clients only measure statistics.
         sections: Section -> name in the state_dict -> tensor: ``weights``, ``statistics``
             if shared, auxiliary tensors in training, and perhaps ``start``, initial
             values of kept tensors.
-        measured: The moments that a statistics-only exchange measures: the layers'
-            ``inputs``, or ``normalisers``, those with which training batches are
-            normalised.
-        signature: That of model and method, see ``Locality.signature``; empty: not
-            checked.
+        measured: The moments that a statistics-only exchange measures: of layers'
+            ``inputs``, or ``normalisers``, with which training normalises.
+        signature: That of model and method (``Locality.signature``); empty: not checked.
         memory: The most bytes of activations in an exchange that goes layer by layer.
-        rate_share: ``learning_rate`` divided by the schedule's rate, below 1 if the
-            method lowers it because statistics are frozen (``Method.learning_rate``).
-        objective: The expected objective as text (``Objective.described``). Empty: not
-            checked.
+        rate_share: ``learning_rate`` divided by the schedule's rate, below 1 if frozen
+            statistics lower it (``Method.learning_rate``).
+        objective: The expected objective (``Objective.described``). Empty: not checked.
     """
 
     round: int
@@ -140,9 +137,8 @@ class ClientState:
 
     Attributes:
         round: The round after which the client stored it; 0 before the first.
-        sections: Section -> name -> tensor. ``local`` has the tensors that the method
-            keeps at the client. ``momentum``, ``objective`` and ``optimizer`` have
-            buffers for the next round.
+        sections: Section -> name -> tensor. ``local`` has the model's, ``momentum``,
+            ``objective`` and ``optimizer`` have buffers for the next round.
         counted: Whether the server used the client's reply of that round.
         signature: The signature of model and method, if known.
     """
@@ -169,13 +165,13 @@ class Reply:
             or ``moments`` if the method reports them, and auxiliary tensors.
         samples: The number of different samples that the client trained on or measured,
             of all its samples with ``LocalTraining.weigh_all``.
-        weight: The client's weight in averages: ``samples``, but in phase EXCHANGE the
-            size of the first batch.
+        weight: Its weight in averages: ``samples``, but in phase EXCHANGE the first
+            batch's size.
         metrics: Numbers by name. ``loss``: the mean over the training batches. ``steps``:
             local steps. ``batch``: samples of the first batch. ``measured``: samples of a
             statistics pass. ``waited``: seconds in exchanges. ``kept``: the round of the
-            state that the client began with. ``before`` and ``after``: the task's metric
-            on the client's test data, before and after local training.
+            state at the start. ``before`` and ``after`` local training: the task's metric
+            on the client's test data.
         largest: The largest absolute value in the sections; 0 if unknown.
     """
 
@@ -208,9 +204,9 @@ class RoundReplies:
         refused: Client -> the reason why its reply is not used.
         wrong: Clients whose reply breaks the protocol: they are faulty or Byzantine.
         exchange: The session of the layer-wise exchange (FedTAN), if any.
-        carrier: The transport of this exchange's messages, if any.
+        carrier: This exchange's transport, if any.
         messages: The number of messages that each client received.
-        sum: The weighted sum of weights or gradients, if they were added as they arrived.
+        sum: The weighted sum of weights or gradients added as they arrived.
     """
 
     cohort: Sequence[int]

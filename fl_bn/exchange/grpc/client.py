@@ -25,12 +25,11 @@ class GrpcExchange:
         token: the client's token for this round.
         authority: the authority's certificate, in PEM. Empty: no encryption.
         timeout: seconds that the whole stream may last.
-        patience: seconds without an answer to a ping, after which the server counts as
-            dead.
+        patience: seconds without an answer to a ping, after which the server is dead.
 
     Raises:
-        ExchangeFailed: the service cannot be reached or refuses the client, or not all
-            clients join.
+        ExchangeFailed: the service is out of reach or refuses the client, or not all
+            join.
     """
 
     def __init__(

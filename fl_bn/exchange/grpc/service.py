@@ -1,7 +1,5 @@
 """Serve the exchange over gRPC, by an asyncio server in a thread of the ServerApp's process.
 
-With 5 clients an exchange takes 1.0 ms with asyncio, and 1.3 ms with a thread per stream.
-
 A message is a line of JSON, and the values after it, little-endian. A stream's first
 request is ``{"join": batch}``, its last one ``{"leave": true}``. All others have
 ``layer``, ``quantity``, ``call`` and ``count``, and a vector. Each but the last gets one

@@ -39,10 +39,9 @@ class Own:
     """Hold the loaders and settings of one client.
 
     Attributes:
-        make_optimizer: Makes an optimiser of parameters, with the learning rate before
+        make_optimizer: Makes an optimiser of parameters, with the rate before
             ``schedule``.
-        make_scheduler: Makes a scheduler of the rate within a round. None: it stays the
-            same.
+        make_scheduler: Makes a scheduler of the rate within a round, if any.
         rate_share: The client's learning rate divided by the instruction's.
     """
 
@@ -157,7 +156,7 @@ class LoaderLoop(SampleLoop):
         return None if self.own.make_scheduler is None else self.own.make_scheduler(optimizer)
 
     def weighed(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
-        """Return an epoch's samples (0: no batch) and mean loss, or the measured samples."""
+        """Return an epoch's samples and mean loss, or the measured samples."""
         if not round.trains:
             return Outcome(round.statistics_pass.samples, client=self.client)
         if (count := sum(part.samples for part in trained)) == 0:
@@ -170,7 +169,7 @@ def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -
     """Check that a user's optimiser updates some of its given ``parameters``, and no others.
 
     Raises:
-        ValueError: The function ignores its argument, or did not make the optimiser anew.
+        ValueError: The function ignores its argument, or reuses an optimiser.
     """
     given = {id(p) for p in parameters}
     mine = [p for group in optimizer.param_groups for p in group["params"]]

@@ -43,9 +43,6 @@ class LocalTransport(Transport):
     """Reach all clients of a ``Federation``, which run on this machine.
 
     Args:
-        server: The federation's server.
-        clients: All clients, with their loaders and settings.
-        tests: Each client's test batches, if any.
         workers: The number of processes that compute clients. 0: this process, and worker
             processes once they save time (``WorkerTiming``).
         one_program: Whether a vectorised program computes clients together, if possible.
@@ -112,7 +109,7 @@ class LocalTransport(Transport):
         """Let clients measure layer by layer, by one forward pass each.
 
         Return None if there are too many clients, their networks have no fixed order of
-        layers, a client left the exchange, or one vectorised program computes them.
+        layers, a client left, or one vectorised program computes them.
         """
         everyone = self._measuring(instruction)
         if self._one_program or turns.too_many(len(everyone), self.clients.model):
@@ -228,7 +225,7 @@ class LocalTransport(Transport):
         return reply
 
     def _warn_of(self, round: int, client: int, reply: Reply) -> None:
-        """Warn once per client of batches of one sample left out, or of a loader without a batch."""
+        """Warn once per client of batches of one sample left out, or of a loader without batches."""
         left_out = int(reply.metrics.get(LEFT_OUT, 0))
         if client not in self._warned and (left_out or not reply.samples):
             self._warned.add(client)

@@ -57,8 +57,7 @@ class Stack:
         layer -> each row's moments.
 
         Raises:
-            RuntimeError: The forward pass draws random numbers, or cannot run for all
-                rows at once.
+            RuntimeError: The forward pass draws random numbers, or cannot be stacked.
         """
         counts: dict[str, list[int]] = {}
 

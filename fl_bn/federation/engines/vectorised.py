@@ -85,7 +85,7 @@ def outcomes(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], device: 
 
 
 class Fallback:
-    """Warn, once per reason, that ``engine='vectorised'`` computes clients one by one."""
+    """Warn, once per reason, that ``engine='vectorised'`` computes one by one."""
 
     def __init__(self) -> None:
         self._reasons: set[str] = set()
@@ -237,7 +237,7 @@ def train_together(
 
 
 class _Training:
-    """Train ``rounds`` as a stack, those with more batches first, so that active clients are the first rows."""
+    """Train ``rounds`` as a stack. Those with more batches, so still active, are the first rows."""
 
     def __init__(
         self, rounds: Sequence[LocalRound], batches: Sequence[IndexBatches], loop: SampleLoop, device: torch.device | None
@@ -342,7 +342,7 @@ def _add(by_client: Sequence[dict[str, list[Moments]]], rows: Sequence[int], see
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Raise CannotVectorise for any error in the block: one by one, user code raises its own."""
+    """Raise CannotVectorise for any error: one by one, user code raises its own."""
     try:
         yield
     except CannotVectorise:

@@ -47,8 +47,8 @@ class Done(NamedTuple):
 class Workers:
     """Run tasks in ``count`` processes; 0: one for each core that this process may use.
 
-    They start with the first task, or with ``load``, and joblib keeps them for a while.
-    Large arrays in arguments are put into shared memory once, and are read-only.
+    joblib keeps them for a while. Large arrays in arguments go to shared memory once, and
+    are read-only.
 
     Raises:
         ValueError: ``count`` is negative, or above ``MOST_WORKERS``.
@@ -69,9 +69,9 @@ class Workers:
     def run(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> Generator[Done]:
         """Yield the result of ``function(*task)`` for every task, in order.
 
-        Tasks' log records are logged here in this order. Take all results, or call
-        ``close``. If a process dies, the tasks without a result run again, one at a time.
-        If theirs dies again, the error is ``WorkerDied``.
+        Tasks' log records are logged here. Take all results, or call ``close``. If a
+        process dies, the tasks without a result run again, one at a time. If theirs dies
+        again, the error is ``WorkerDied``.
         """
         finished = 0
         with closing(self._attempt(function, tasks)) as first:
@@ -123,12 +123,12 @@ class WorkerDied(RuntimeError):
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of cores for this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 process_executor._MAX_MEMORY_LEAK_SIZE = sys.maxsize
-"""Keep joblib from replacing a worker whose memory grew by 300 MB, here by data and networks."""
+"""Keep joblib from replacing workers whose memory grew by 300 MB, here by data and networks."""
 
 
 def _load(module: str) -> None:
@@ -162,7 +162,7 @@ def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]
 
 
 def _travelling(error: Exception) -> Exception:
-    """Return ``error``, or a RuntimeError if it cannot be pickled, with its traceback as a note."""
+    """Return ``error``, as RuntimeError if it cannot be pickled, with its traceback as a note."""
     trace = "".join(traceback.format_exception(error)).rstrip()
     try:
         pickle.loads(dumps(error))
@@ -202,7 +202,7 @@ class WorkerTiming:
     def worth_it(self, round: int) -> bool:
         """Tell whether workers from ``round`` on would save more than ``START`` seconds.
 
-        The last of at least ``WATCHED`` timed rounds is the measure.
+        The last of ``WATCHED`` or more timed rounds is the measure.
         """
         before = [seconds for number, seconds in sorted(self.seconds.items()) if number < round]
         if self.workers < 2 or len(before) < WATCHED:
