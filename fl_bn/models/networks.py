@@ -42,7 +42,6 @@ def digits_cnn_small(classes: int, channels: int, image_size: int) -> nn.Module:
 
 def mlp(classes: int, channels: int, image_size: int) -> nn.Module:
     """Make a network of two hidden layers of 64 units with BatchNorm and ReLU."""
-    check_size("mlp", image_size, 1)
     return nn.Sequential(
         OrderedDict(
             flatten=nn.Flatten(),
@@ -58,17 +57,9 @@ def table_mlp(classes: int, channels: int, image_size: int) -> nn.Module:
 
     Its running statistics are the mean and variance of every column.
     """
-    check_size("table-mlp", image_size, 1)
-    inputs = channels * image_size**2
-    return nn.Sequential(
-        OrderedDict(
-            flatten=nn.Flatten(),
-            norm=nn.BatchNorm1d(inputs),
-            block1=_linear(inputs, 64),
-            block2=_linear(64, 64),
-            head=nn.Linear(64, classes),
-        )
-    )
+    flatten, *layers = mlp(classes, channels, image_size).named_children()
+    norm = nn.BatchNorm1d(channels * image_size**2)
+    return nn.Sequential(OrderedDict([flatten, ("norm", norm), *layers]))
 
 
 class BasicBlock(nn.Module):
@@ -101,8 +92,7 @@ def resnet20(classes: int, channels: int, image_size: int) -> nn.Module:
     Raises:
         ValueError: images have fewer than 4 pixels along each side.
     """
-    if image_size < 4:
-        raise ValueError(f"model 'resnet20' needs images of at least 4 x 4 pixels, but got image_size={image_size}")
+    check_size("resnet20", image_size, 4)
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         conv=nn.Conv2d(channels, WIDTHS[0], 3, 1, 1, bias=False), norm=nn.BatchNorm2d(WIDTHS[0]), relu=nn.ReLU()
     )

@@ -55,22 +55,19 @@ def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task
         plt.close(figure)
 
 
-def axis_of(task: Task, prefix: str = "") -> str:
-    """Return the task's metric for an axis, with its unit, such as ``accuracy (%)``."""
-    return f"{prefix}{task.metric.replace('-', ' ')}{' (%)' if task.scale() == 100 else ''}"
-
-
 def _metric(axes: Axes, records: Sequence[RoundRecord], task: Task, split: str) -> None:
     values = {r.round: task.scale() * r.evaluation[task.metric] for r in records if task.metric in r.evaluation}
     own = {r.round: [task.scale() * m[task.metric] for m in r.client_evaluation.values()] for r in records if r.client_evaluation}
-    axes.plot([*values], [*values.values()], **line(0), label=f"{split} {task.metric.replace('-', ' ')}")
+    name = f"{split} {task.metric.replace('-', ' ')}"
+    axes.plot([*values], [*values.values()], **line(0), label=name)
     if own:
         axes.fill_between([*own], [*map(min, own.values())], [*map(max, own.values())], alpha=0.2, lw=0, label="clients, worst to best")
         axes.legend(loc="best")
     if values:
         axes.annotate(task.format_metric([*values.values()][-1] / task.scale()), [*values.items()][-1], weight="bold")
-    axes.set_ylabel(axis_of(task, f"{split} "))
+    axes.set_ylabel(name)
     if task.scale() == 100:
+        axes.set_ylabel(f"{name} (%)")
         axes.set_ylim(0, 106)
 
 
@@ -100,16 +97,5 @@ def draw_labels(counts: Mapping[int, Sequence[int]], config: RunConfig, path: Pa
 
 
 def partition_in_words(config: RunConfig) -> str:
-    """Return how the data are divided among the clients, such as ``Dirichlet(0.1)``."""
-    kind = {
-        "auto": "each its own data",
-        "iid": "IID",
-        "classes": f"{config.partition_parameter:g} class{'' if config.partition_parameter == 1 else 'es'} each",
-        "dirichlet": f"Dirichlet({config.partition_parameter:g})",
-        "similarity": f"similarity {config.partition_parameter:g}",
-        "table": f"{config.partition_parameter:g} consecutive classes each",
-        "domain": "one domain each",
-        "domain-dirichlet": f"one domain each, Dirichlet({config.partition_parameter:g}) within",
-        "natural": "one group each",
-    }[config.partition]
-    return f"{kind}, equal sizes" if config.sizes == "equal" else kind
+    """Return how the data of a run are divided, such as ``partition dirichlet (0.1)``."""
+    return f"partition {config.partition} ({config.partition_parameter:g})"
