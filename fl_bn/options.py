@@ -250,11 +250,7 @@ def option(
     elif check is None and type(default) in (int, float):
         check = range_of(cast(str, values))
     values = "true, false" if type(default) is bool else values
-    return _field(Option(key, default, help, values, check or more.get("read") or _any_value, neutral, unset, **more))
-
-
-def _any_value(value: Any) -> bool:
-    return True
+    return _field(Option(key, default, help, values, check or more.get("read") or (lambda value: True), neutral, unset, **more))
 
 
 def _field(spec: Option) -> Any:

@@ -12,8 +12,7 @@ from typing import Annotated
 
 import typer
 
-from fl_bn.cli.refusal import refused
-from fl_bn.support.extras import DEPLOYMENT, NotInstalled, lacking
+from fl_bn.support.extras import DEPLOYMENT, need
 from fl_bn.support.finding import Finding
 
 COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
@@ -52,8 +51,7 @@ def _findings(folder: Path | None, run_config: str) -> Iterator[Finding]:
         from fl_bn.checks.run import diagnose
 
         return diagnose(run_config)
-    if missing := lacking("a check of a folder of a kit", *DEPLOYMENT):
-        raise refused(NotInstalled(missing))
+    need("a check of a folder of a kit", *DEPLOYMENT)
     from fl_bn_site import doctor as deployed
 
     return deployed.diagnose(folder, run_config)

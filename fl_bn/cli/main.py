@@ -24,7 +24,7 @@ from fl_bn.cli.new import new
 from fl_bn.cli.refusal import Commands, refused
 from fl_bn.cli.sweep import compare, report, sweep
 from fl_bn.cli.trained import adapt, recalibrate
-from fl_bn.support.extras import DEPLOYMENT, NotInstalled, lacking
+from fl_bn.support.extras import DEPLOYMENT, lacking, need
 from fl_bn.support.imports import without_gc
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ class AllCommands(Commands):
         """Return the command ``cmd_name``, if there is such a one."""
         if cmd_name not in DEPLOYED:
             return super().get_command(ctx, cmd_name)
-        if missing := lacking(f"fl-bn {cmd_name}", *DEPLOYMENT):
-            raise refused(NotInstalled(missing))
+        need(f"fl-bn {cmd_name}", *DEPLOYMENT)
         return _of_deployments()[cmd_name]
 
 
@@ -155,8 +154,7 @@ def resume(
 ) -> None:
     """Resume an interrupted run from its last checkpoint, with the run config in its folder."""
     if (folder / "server.toml").exists():
-        if missing := lacking("a run on separate machines", *DEPLOYMENT):
-            raise refused(NotInstalled(missing))
+        need("a run on separate machines", *DEPLOYMENT)
         from fl_bn_site.cli import resume as go_on
 
         go_on(folder, name, control, key, own)

@@ -10,7 +10,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from fl_bn.support.durable import Unsupported
-from fl_bn.support.extras import EXTRAS, sentence
+from fl_bn.support.extras import EXTRAS, NotInstalled, sentence
 from fl_bn.support.names import escaped
 
 
@@ -32,5 +32,5 @@ class Commands(TyperGroup):
             if absent not in EXTRAS:
                 raise
             raise refused(ModuleNotFoundError(sentence("this command", [absent]))) from error
-        except Unsupported as error:
+        except (NotInstalled, Unsupported) as error:
             raise refused(error) from error

@@ -60,13 +60,12 @@ def compared(methods: str, seeds: int, keys: Mapping[str, Any], folder: Path, jo
     """
     from fl_bn.run.pictures import partition_in_words
     from fl_bn.run.usage import Usage
-    from fl_bn.sweep.compare import check_metric, comparison
+    from fl_bn.sweep.compare import comparison
 
     config = Usage().config(keys)
     title = f"{config.dataset}, {config.model}, {config.clients} clients, {partition_in_words(config)}, {config.rounds} rounds"
     chosen = range(config.seed, config.seed + seeds)
     sweep = comparison(methods.split(","), chosen, keys, title)
-    check_metric(sweep.cells(folder))
     return carry_out(sweep, folder, jobs, retry=True)
 
 

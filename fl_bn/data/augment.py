@@ -59,12 +59,6 @@ def augmenter(name: str, rng: np.random.Generator) -> Augment | None:
     return augment
 
 
-def _flipped(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Mirror each image left to right with probability 1/2."""
-    chosen = torch.from_numpy(rng.random(len(x)) < 0.5).to(x.device)
-    return torch.where(chosen.view(-1, *[1] * (x.ndim - 1)), x.flip(-1), x)
-
-
 def none(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
     """Return the batch unchanged, without a draw."""
     return x, y
@@ -72,7 +66,8 @@ def none(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor
 
 def flip(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
     """Mirror each image left to right with probability 1/2."""
-    return _flipped(x, rng), y
+    chosen = torch.from_numpy(rng.random(len(x)) < 0.5).to(x.device)
+    return torch.where(chosen.view(-1, 1, 1, 1), x.flip(-1), x), y
 
 
 def crop_flip(x: Tensor, y: Tensor, rng: np.random.Generator, padding: int = PADDING) -> tuple[Tensor, Tensor]:
@@ -84,7 +79,8 @@ def crop_flip(x: Tensor, y: Tensor, rng: np.random.Generator, padding: int = PAD
     padded = functional.pad(x, (padding,) * 4)
     tops, lefts = (rng.integers(0, 2 * padding + 1, batch).tolist() for _ in range(2))
     windows = zip(padded, tops, lefts, strict=True)  # slices: an index for every pixel takes several times as long
-    return _flipped(torch.stack([image[:, top : top + height, left : left + width] for image, top, left in windows]), rng), y
+    cut = torch.stack([image[:, top : top + height, left : left + width] for image, top, left in windows])
+    return flip(cut, y, rng)
 
 
 def flip_rotate(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
@@ -97,7 +93,7 @@ def flip_rotate(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor,
     cos, sin, zero = np.cos(angle), np.sin(angle), np.zeros(len(x))
     # Coordinates run from -1 to 1 on both axes, so a turn of pixels needs the sides' proportions.
     turn = np.stack([np.stack([cos, -sin * height / width, zero], 1), np.stack([sin * width / height, cos, zero], 1)], 1)
-    return _sampled(_flipped(x, rng), turn, "nearest"), y
+    return _sampled(flip(x, y, rng)[0], turn, "nearest"), y
 
 
 def resized_crop(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
@@ -113,7 +109,7 @@ def resized_crop(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor
     right, down = ((2 * rng.random(len(x)) - 1) * (1 - share) for share in (wide, high))  # where the box has its centre
     zero = np.zeros(len(x))
     box = np.stack([np.stack([wide, zero, right], 1), np.stack([zero, high, down], 1)], 1)
-    return _flipped(_sampled(x, box, "bilinear"), rng), y
+    return flip(_sampled(x, box, "bilinear"), y, rng)
 
 
 def segmentation(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:

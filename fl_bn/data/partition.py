@@ -24,9 +24,7 @@ Labels = NDArray[np.integer]
 
 KINDS = ("iid", "classes", "table", "dirichlet", "similarity", "domain", "domain-dirichlet", "natural")
 BY_DOMAIN = ("domain", "domain-dirichlet", "natural")  # kinds that give each client data of one domain only
-PARAMETRISED = ("classes", "table", "dirichlet", "similarity", "domain-dirichlet")  # kinds that have a parameter
-BY_LABEL = PARAMETRISED  # kinds that need one label per sample
-SIZES = ("natural", "equal")
+PARAMETRISED = ("classes", "table", "dirichlet", "similarity", "domain-dirichlet")  # kinds with a parameter; they need one label per sample
 _STREAM = 0x9A57  # sets these draws apart from others that start from the same seed
 _TRUNCATION = 0x7235
 _DIRICHLET_DRAWS = 10
@@ -246,8 +244,7 @@ def partition(
             labels.
     """
     check_name("partition", kind, KINDS)
-    check_name("sizes", sizes, SIZES)
-    if kind in BY_LABEL and (labels.ndim != 1 or labels.dtype.kind == "f"):
+    if kind in PARAMETRISED and (labels.ndim != 1 or labels.dtype.kind == "f"):
         have = {1: "values", 2: "values" if labels.dtype.kind == "f" else "sets of labels"}.get(labels.ndim, f"masks {labels.shape[1:]}")
         raise ValueError(f"partition {kind!r} needs one label per sample, but these data have {have}: use natural, domain or iid")
     parts = _divide(kind, labels, domains, clients, parameter, seed)
@@ -299,8 +296,6 @@ def _divided(labels: Labels, classes: Labels, holders: list[list[int]], clients:
 def _generator(samples: int, clients: int, seed: int) -> np.random.Generator:
     if not 1 <= clients <= samples:
         raise ValueError(f"clients must be between 1 and {samples}, the number of samples, but got {clients}")
-    if seed < 0:
-        raise ValueError(f"seed must not be negative, but got {seed}")
     return np.random.default_rng(np.random.SeedSequence([_STREAM, seed]))
 
 

@@ -268,9 +268,6 @@ def _honest_parts(config: RunConfig) -> list[Indices]:
     """Return every honest client's indices of samples, before validation samples are held out."""
     data = _whole_dataset(config)
     domains = None if data.domain_train is None else data.domain_train.numpy()
-    if config.partition in BY_DOMAIN and domains is None:
-        needed = "give several npz or CSV files or folders, or dataset=digits"
-        raise ConfigError(f"partition={config.partition} needs data with domains, but {config.dataset} has none: {needed}")
     honest = config.clients - config.changes.attackers
     return partition(config.partition, data.y_train.numpy(), domains, honest, config.partition_parameter, config.seed, config.sizes)
 
@@ -340,11 +337,9 @@ def _check_columns(config: RunConfig, data: Dataset) -> None:
     if config.dataset != SITES:
         run = dataset(config)
         wanted = run.columns.digest if isinstance(run, TableData) else digest
-    if digest and not wanted:
-        raise ConfigError(f"the run has no columns-digest, but this client a columns.toml: start it with columns-digest='{digest}'")
     if digest != wanted:
-        here = f"this client's has {digest}" if digest else f"this client's own data, {data.name!r}, have no columns.toml"
-        raise ConfigError(f"the run is for a columns.toml with the digest {wanted}, but {here}: give all sites one columns.toml")
+        got = f"expected a columns.toml with the digest {wanted!r}, but this client's data have {digest!r} (empty: none)"
+        raise ConfigError(f"{got}: give all sites one columns.toml, and the run columns-digest='{digest}'")
     say_notes(data)
 
 
@@ -389,10 +384,9 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
         index, clients = (int(node[key]) for key in ("partition-id", "num-partitions"))
     except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"partition-id and num-partitions in this client's node config must be whole numbers: {error!s:.200}") from error
-    if clients != config.clients:
-        raise ConfigError(f"the run is for clients={config.clients}, but this client has num-partitions={clients}: set both alike")
-    if not 0 <= index < clients:
-        raise ConfigError(f"partition-id in this client's node config must be 0..{clients - 1}, but got {index}")
+    if clients != config.clients or not 0 <= index < clients:
+        got = f"partition-id={index} and num-partitions={clients} in this client's node config"
+        raise ConfigError(f"the run is for clients={config.clients}, numbered from 0, but got {got}: set both to fit")
     return index
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from fl_bn.data.dataset import PER_SITE
 from fl_bn.exchange.settings import ExchangeSettings
@@ -155,22 +155,9 @@ class RunConfig(RunKeys):
         for key, value in self.options:
             if key == name:
                 return value
-        return self._key(name).default  # the key's owner was added to a registry after this run config was made
-
-    if not TYPE_CHECKING:  # hidden from type checkers, so that they still report a misspelt attribute; typed code uses config["hbn-lam"]
-
-        def __getattr__(self, name: str) -> Any:
-            if name == "options" or name.startswith("_"):
-                raise AttributeError(name)
-            try:
-                return self[kebab(name)]
-            except KeyError as error:
-                raise AttributeError(str(error)) from error
-
-    def _key(self, name: str) -> Option:
         if name not in (keys := self.keys(self.setup)):
             raise KeyError(unknown("config key", name, keys))
-        return keys[name]
+        return keys[name].default  # the key's owner was added to a registry after this run config was made
 
     def name_at(self, time: datetime) -> str:
         """Return the name that a run without the key ``name`` gets when it begins at ``time``."""

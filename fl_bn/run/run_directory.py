@@ -26,7 +26,6 @@ from fl_bn.flower import RunFailed
 from fl_bn.flower.compat import LOGGER
 from fl_bn.flower.grid_transport import GridTransport
 from fl_bn.flower.recovery import Checkpoint
-from fl_bn.options import Value
 from fl_bn.run.assembly import task
 from fl_bn.run.checkpoints import CONFIG, FOLDER, Checkpoints, run_to_resume
 from fl_bn.run.config import ConfigError, RunConfig
@@ -119,7 +118,7 @@ class RunDirectory(Callback):
                 for record in self._history.cut(self.resumed.history):
                     self._keep(record)
             else:
-                durable.write(self.path / CONFIG, to_toml(self.config.to_mapping()).encode(), mode=0o666)
+                durable.write(self.path / CONFIG, tomli_w.dumps(self.config.to_mapping()).encode(), mode=0o666)
                 self._history.begin()
             durable.write(self.path / "environment.json", (json.dumps(environment(), indent=2) + "\n").encode(), mode=0o666)
         except BaseException:
@@ -283,11 +282,6 @@ def _locked(path: Path) -> IO[str]:
         return durable.take(path / LOCK, lambda: LOGGER.warning("%s cannot be locked: let no second process continue the run", path))
     except BlockingIOError as error:
         raise RunFailed(f"{path} is still being written by another process: end that process first, or wait for its end") from error
-
-
-def to_toml(values: Mapping[str, Value]) -> str:
-    """Return ``values`` as TOML, one key per line, in their order."""
-    return tomli_w.dumps(values)
 
 
 def environment() -> dict[str, Any]:

@@ -153,7 +153,6 @@ def test_masks_are_counted_by_pixel_and_divided_without_their_labels() -> None:
     [
         ({"kind": "random"}, "'random'"),
         ({"clients": 601}, "601"),
-        ({"seed": -1}, "negative"),
         ({"kind": "classes", "parameter": 1.5}, "1.5"),
         ({"kind": "classes", "parameter": 0}, "10"),
         ({"kind": "classes", "parameter": 11}, "11"),
@@ -166,7 +165,6 @@ def test_masks_are_counted_by_pixel_and_divided_without_their_labels() -> None:
         ({"kind": "table", "parameter": 4, "labels": BALANCED % 9}, "of 9"),
         ({"kind": "domain"}, "domains"),
         ({"kind": "natural", "domains": np.arange(600) % 4}, "4"),
-        ({"sizes": "similar"}, "'similar'"),
         ({"kind": "dirichlet", "labels": np.zeros((600, 2, 3), dtype=int)}, "(2, 3)"),
         ({"kind": "domain", "domains": np.arange(600) % 6}, "6 domains"),
     ],

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tomli_w
 from typer.testing import CliRunner
 
-from fl_bn.run.run_directory import to_toml
 from fl_bn.support.flower_config import PROGRESS
 from fl_bn_site.launch import NameTaken
 from tests.deployment.inner import (
@@ -117,7 +117,7 @@ def interrupted_run(server: ServerFolder, superlink: Any) -> Path:
     (folder / "checkpoints/round-000004.safetensors").write_bytes(b"")
     given = {"rounds": 9, "clients": 2, "client-nodes": "1,2", "client-names": "a,b", "checkpoint-every": 2, "method": "hbn"}
     config = RunConfig.from_mapping({**given, "name": "died", "output": str(server.results)})
-    (folder / "config.toml").write_text(to_toml(config.to_mapping()))
+    (folder / "config.toml").write_text(tomli_w.dumps(config.to_mapping()))
     (folder / "rounds.jsonl").write_text('{"round": 1, "seconds": 2}\n{"round": 2, "seconds": 2}\n')
     superlink.known = [Submitted(1, "finished:failed", {"name": "died"}, THEN, THEN + timedelta(seconds=7), THEN)]
     return folder

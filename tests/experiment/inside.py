@@ -28,7 +28,7 @@ from fl_bn.run.centralised import run_centralised
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.former import renewed
 from fl_bn.run.overrides import parse_overrides
-from fl_bn.run.run_directory import RunDirectory, to_toml
+from fl_bn.run.run_directory import RunDirectory
 from fl_bn.support import durable
 
 Keys = Mapping[str, Any]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from fl_bn.run.config import REGISTRIES
 from fl_bn.run.former import IN_PAPERS
 from fl_bn.run.run_keys import general_options
 from fl_bn.run.used import HasNoEffect, conditions
-from tests.experiment.inside import ConfigError, RunConfig, command, config, ends_with_a_sentence, parse_overrides, refusing, to_toml
+from tests.experiment.inside import ConfigError, RunConfig, command, config, ends_with_a_sentence, parse_overrides, refusing
 from tests.listed import listed
 
 ROOT = Path(__file__).parents[2]
@@ -234,7 +235,7 @@ def test_options_reach_the_method_and_the_rounds() -> None:
 def test_every_text_survives_its_file(text: str) -> None:
     """What cannot be read again cannot be resumed."""
     made = {**RunConfig().to_mapping(), "data-path": text, "weight-decay": 1e-7, "pictures": False}
-    assert tomllib.loads(to_toml(made)) == made
+    assert tomllib.loads(tomli_w.dumps(made)) == made
 
 
 @listed("text", ["rounds 10", "method=hbn", "no.toml", "rounds=1 rounds=2", "rounds=[" + "[" * 5000, "rounds=0x", "rounds={a=1"])

@@ -20,7 +20,6 @@ from fl_bn.data.dataset import load
 from fl_bn.flower import run_in_process
 from fl_bn.methods import METHODS, Role
 from fl_bn.run.assembly import task
-from fl_bn.sweep.compare import check_metric, comparison
 from fl_bn.task import CLASS
 from tests.experiment.inside import (
     OwnData,
@@ -159,12 +158,6 @@ def test_what_does_not_go_together_is_refused_before_a_client_works(keys: dict[s
     made = {key: value.format(__name__) if isinstance(value, str) else value for key, value in keys.items()}
     with refusing(about):
         run(tmp_path, method="fedavg", **made)
-
-
-def test_runs_with_different_metrics_are_not_compared(tmp_path: Path) -> None:
-    base = {**SHORT, "dataset": f"{__name__}:data", "model": f"{__name__}:model", "task": f"{__name__}:Grades"}
-    with refusing("accuracy", "mean-distance"):
-        check_metric(comparison(["fedavg", "fbn:task='auto';model='mlp'"], [0], base, "mixed").cells(tmp_path))
 
 
 # Runs on CSV files: a folder of sites in one process, and sites that each have their own file

@@ -6,7 +6,8 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.experiment.inside import to_toml
+import tomli_w
+
 from tests.sweeps.inner import Cell
 
 
@@ -20,7 +21,7 @@ class Threads(ThreadPoolExecutor):
 def finish(cell: Cell, accuracies: Sequence[float | None]) -> None:
     """Write the files of a run that reached these accuracies, each round in ten seconds; one of too few rounds was killed."""
     cell.path.mkdir(parents=True, exist_ok=True)
-    (cell.path / "config.toml").write_text(to_toml(cell.config.to_mapping()))
+    (cell.path / "config.toml").write_text(tomli_w.dumps(cell.config.to_mapping()))
     rows = [{"round": n, "loss": 1.0 / n, "accuracy": value, "seconds": 10.0} for n, value in enumerate(accuracies, 1)]
     (cell.path / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if len(accuracies) == cell.config.rounds:
