@@ -1,4 +1,4 @@
-"""Exchange vectors layer by layer: clients average a vector over their cohort in a forward or backward pass.
+"""Average vectors over a cohort, layer by layer, in a forward or backward pass.
 
 A carrier (transport) is a gRPC service, replay in Flower messages, or threads in one
 process.

@@ -1,4 +1,4 @@
-"""Define the operation behind FedTAN: ``exchange(key, local, count)`` returns averages over the cohort.
+"""Define FedTAN's operation: ``exchange(key, local, count)`` averages over the cohort.
 
 Algorithms 2 and 3 of FedTAN's paper average moments of a layer's input in the forward
 pass, and gradients with respect to these moments in the backward pass.
@@ -40,7 +40,7 @@ class Quantity(Enum):
         return channels * (1 if self in (Quantity.MEAN, Quantity.VARIANCE) else 2)
 
     def ranges(self, values: Tensor, layer: Layer) -> Iterator[tuple[str, Tensor, float, float]]:
-        """Yield a vector's parts: name, values, and limits within which averages do not overflow."""
+        """Yield a vector's parts: name, values, and limits within which averages stay finite."""
         largest_mean, largest_variance = bounds(layer.dtype)
         end = {Quantity.GRADIENTS: len(values), Quantity.VARIANCE: 0}.get(self, layer.channels)
         if end:
@@ -74,7 +74,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Local:
-    """Send a client's vector ``values`` (d,), which summarises ``count`` activations per channel."""
+    """Send a client's vector ``values`` (d,), of ``count`` activations per channel."""
 
     key: Key
     values: Tensor
@@ -110,7 +110,7 @@ def checked(answer: Answer, key: Key, local: Tensor) -> Answer:
 
 
 class Layer(NamedTuple):
-    """Hold what the server needs to check vectors of one layer. ``dtype`` is that in messages."""
+    """Hold what checks vectors of one layer. ``dtype`` is that in messages."""
 
     channels: int
     dtype: torch.dtype
@@ -137,4 +137,4 @@ class Exchange(Protocol):
         """
 
     def close(self, error: str = "") -> None:
-        """Leave the round. With an ``error``, the server drops this client. It may be called again."""
+        """Leave the round, perhaps again. With an ``error``, the server drops this client."""

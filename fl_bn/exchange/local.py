@@ -1,4 +1,4 @@
-"""Run the exchange inside one process. Each client has a thread, and one thread runs at a time.
+"""Run the exchange in one process: a thread per client, of which one runs at a time.
 
 When a client waits for an answer, the next thread runs, in a fixed order, with its own
 state of torch's random generators. So results do not depend on how threads are scheduled,
@@ -54,7 +54,7 @@ def dismiss(tokens: dict[int, str]) -> None:
 
 
 class Turns:
-    """Run each task in a thread of its own, one at a time, in the order in which they become ready."""
+    """Run each task in its own thread, one at a time, in the order of readiness."""
 
     _here = threading.local()
 
@@ -71,7 +71,7 @@ class Turns:
         return getattr(cls._here, "turn", None)
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
-        """Run all tasks and return their results in order, or raise the error of the first failed one."""
+        """Run all tasks and return their results in order, or raise the first failed one's error."""
         at_start, results = random_states(), dict[int, T]()
         errors: dict[int, BaseException] = {}
 

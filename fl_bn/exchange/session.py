@@ -1,4 +1,4 @@
-"""Run the server's half of a round's exchange: who takes part, which requests are missing, and who is late.
+"""Run the server's half of a round's exchange: who takes part, is missing, or is late.
 
 A carrier passes requests to ``submit`` and answers to the clients, and calls ``expire``
 regularly.

@@ -1,4 +1,4 @@
-"""Define the settings of the layer-wise exchange: carrier, deadlines, address, certificates."""
+"""Define the settings of the layer-wise exchange: carrier, deadlines, certificates."""
 
 from __future__ import annotations
 

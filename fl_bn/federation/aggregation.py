@@ -1,4 +1,4 @@
-"""Combine the clients' replies in plain torch: average weights, combine statistics, or defend the sums.
+"""Combine the clients' replies: average weights, combine statistics, or defend both.
 
 Large tensors are processed in blocks that fit into the cache. A ``Defence`` is for runs
 in which some clients may be Byzantine (send false values).
@@ -40,7 +40,7 @@ SHARES_WEIGHTS = Used("a method with which clients share weights", lambda config
 
 
 def extremes(array: np.ndarray) -> tuple[float, float]:
-    """Return the smallest and largest value of a non-empty array in one pass; NaN if one is NaN."""
+    """Return smallest and largest value of a non-empty array in one pass; NaN if one is NaN."""
     least, most = torch.aminmax(torch.from_numpy(array))
     return least.item(), most.item()
 
@@ -173,7 +173,7 @@ class Drift:
 
 
 def running_statistics(model: nn.Module, of: Collection[str] | None = None) -> dict[str, Running]:
-    """Return layer -> a CPU copy of its running statistics, for layers ``of`` (None: all) with some."""
+    """Return layer -> a CPU copy of its running statistics, for layers ``of`` (None: all)."""
     return {
         name: Running(layer.running_mean.detach().cpu().clone(), layer.running_var.detach().cpu().clone())
         for name, layer in batch_norms(model).items()
@@ -235,7 +235,7 @@ class Defence:
         return self != NO_DEFENCE
 
     def among(self, n: int, refused: int) -> Defence:
-        """Return the defence for ``n`` remaining replies, after ``refused`` were wrong in their contents.
+        """Return the defence for ``n`` remaining replies, after ``refused`` wrong ones.
 
         Refused clients may be honest. So ``f`` falls only until ``n`` are enough, and by
         at most ``refused``.
@@ -275,7 +275,7 @@ class Defence:
         return value
 
     def update(self, parts: Sequence[Named], origin: Named | None) -> tuple[dict[str, Tensor], Report]:
-        """Combine the clients' updates by ``update_rule``, in float64, and return its report, too.
+        """Combine the clients' updates by ``update_rule``, in float64. Return its report, too.
 
         Updates are the differences of ``parts`` from ``origin``, the tensors that clients
         started from and that are added to the result, or ``parts`` themselves without it.

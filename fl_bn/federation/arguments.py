@@ -1,4 +1,4 @@
-"""Check a ``Federation``'s options, and arguments with one value for all clients or for each."""
+"""Check a ``Federation``'s options, and arguments with one value for all or for each client."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ ARGUMENTS: Fits = {
 
 
 class Trials:
-    """Make each client's optimiser once, on a copy of the network, to check it and read its rate.
+    """Make each client's optimiser once, on a copy of the network, to check it.
 
     Attributes:
         optimizers: The id of each function in ``makers`` -> an optimiser that it made.

@@ -1,4 +1,4 @@
-"""Describe what is sent or kept beside the model: control variates, optimisers' buffers (momentum).
+"""Describe what is sent or kept beside the model: control variates and momentum.
 
 A section of auxiliary tensors has one for every parameter that is shared and trained.
 
@@ -80,7 +80,7 @@ BUFFERS = {
 
 
 class Momentum:
-    """Carry the buffers of a client's optimiser between rounds, if ``maintain`` is not ``reset``.
+    """Carry an optimiser's buffers between rounds, if ``maintain`` is not ``reset``.
 
     ``received`` is from the instruction, ``kept`` from the client's state.
     """

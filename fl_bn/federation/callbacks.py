@@ -84,7 +84,7 @@ class Callback:
 
 
 def checked_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
-    """Return a run's ``callbacks`` as a tuple, or raise ValueError if they are no list of callbacks."""
+    """Return a run's ``callbacks`` as a tuple, or raise ValueError if they are no callbacks."""
     given = tuple(callbacks) if isinstance(callbacks, Iterable) else (None,)  # a generator, too, has them once only
     if not all(isinstance(one, Callback) for one in given):
         raise ValueError(f"callbacks must be a list of objects of subclasses of Callback, such as [EarlyStop(3)], but got {callbacks!r}")
@@ -120,7 +120,7 @@ class Callbacks(Callback):
 
 
 class Best(Callback):
-    """Follow the best value of a metric over a run's evaluations, for ``EarlyStop`` and ``KeepBest``.
+    """Follow a metric's best value over a run, for ``EarlyStop`` and ``KeepBest``.
 
     Args:
         metric: The metric. Default: the task's own, such as ``accuracy``.

@@ -32,7 +32,7 @@ UNREADABLE = (KeyError, ValueError, TypeError, AttributeError, IndexError, Recur
 
 
 def write(path: Path, parts: Parts, about: Mapping[str, str]) -> None:
-    """Write a checkpoint in place of an earlier one at ``path``, which stays after an ``OSError``.
+    """Write a checkpoint. An earlier one at ``path`` stays after an ``OSError``.
 
     ``parts`` is part (a name without slash) -> name -> tensor. ``about`` has texts for
     the metadata.
@@ -166,7 +166,7 @@ def _record(saved: dict[str, Any]) -> RoundRecord:
 
 
 def check_same(path: object, saved: Mapping[str, str], mine: Mapping[str, str]) -> None:
-    """Raise ValueError unless ``saved`` settings, as far as the checkpoint has them, are ``mine``."""
+    """Raise ValueError unless ``saved`` settings, as far as there are some, are ``mine``."""
     for name, ours in mine.items():
         if (theirs := saved.get(name, ours)) != ours:
             raise ValueError(f"{path} is of another federation: {name} was {theirs} there, but is {ours} here: give the same arguments")

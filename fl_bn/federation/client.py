@@ -170,7 +170,7 @@ class LocalRound:
             self._observing.enter_context(observe(self.model, counts=self._joins))
 
     def _joins(self, layer: nn.Module, x: Tensor) -> bool:
-        """Join the exchange at the first batch's first layer. Return False: nothing is recorded."""
+        """Join the exchange at the first layer called. Return False: nothing is recorded."""
         ready = not (self.steps or self._first_samples or self.recorder.pauses)
         if ready and layer.training and not in_backward() and not is_traced():
             self._note_opacus()
@@ -182,7 +182,7 @@ class LocalRound:
         self.private = any(hasattr(p, "grad_sample") for p in self.parameters.values())
 
     def set_modes(self, model: nn.Module) -> None:
-        """Put ``model`` into training mode but for parts held by its owner, and freeze layers."""
+        """Put ``model`` into training mode, but for held parts, and freeze layers."""
         freeze_statistics(model, layers=None if self.method.freezes_statistics(self.phase) else frozen_affine(model))
         train_mode(model)
 
@@ -266,7 +266,7 @@ class LocalRound:
         return seen.pop() if len(seen) == 1 else sum(self._rates) / len(self._rates)
 
     def backward(self, forward: Callable[[], Tensor], x: Any, call: Callable[[nn.Module, Any], Any] | None = None) -> Tensor:
-        """Compute a batch's gradient with the objective's terms, and add it to the parameters' ``grad``.
+        """Add a batch's gradient, with the objective's terms, to the parameters' ``grad``.
 
         Call this in place of ``loss.backward()``, once per optimiser step.
 

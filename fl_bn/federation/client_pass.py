@@ -104,7 +104,7 @@ class ClientPass:
             store_statistics(self._model, before)
 
     def inputs(self, batches: Iterable[Any], task: Task) -> Iterator[Any]:
-        """Yield and count the batches' inputs until the pass has as many samples as it needs."""
+        """Yield and count the inputs until the pass has as many samples as it needs."""
         device, most = inputs_like(self._model).device, self.how.samples
         self.samples = 0
         for batch in batches:
@@ -117,7 +117,7 @@ class ClientPass:
 
 @torch.no_grad()
 def in_order(model: nn.Module, layers: Collection[str], inputs: Inputs, forward: Forward, memory: int) -> tuple[str, list[Any]]:
-    """Tell why ``layers`` cannot be measured one after the other, if so, and return the batches.
+    """Tell why ``layers`` cannot be measured in order, if so, and return the batches.
 
     One forward pass finds out, with two samples of the first batch, or all unless it is a
     plain tensor. ``memory`` limits the bytes of waiting activations.
@@ -235,7 +235,7 @@ def layer_by_layer(
 
 @contextmanager
 def _watched(model: nn.Module, layers: Collection[str], reached: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Put ``model`` into evaluation mode, and call ``reached(layer, x)`` before each layer runs."""
+    """Put ``model`` into evaluation mode, and call ``reached(layer, x)`` before each layer."""
 
     def hook(name: str, layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         reached(name, *args, *named.values())

@@ -176,7 +176,7 @@ def state_to_keep(round: LocalRound, gradients: Named, client: int) -> ClientSta
 
 
 def ema_gradients(round: LocalRound) -> dict[str, Tensor]:
-    """Compute ``m <- momentum * m + (1 - momentum) * g`` by name: DSGD's client momentum (FBN, Table 2).
+    """Compute ``m <- momentum * m + (1 - momentum) * g``: DSGD's client momentum (FBN, Table 2).
 
     ``g`` is the gradient with weight decay.
     """

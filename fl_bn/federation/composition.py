@@ -176,13 +176,13 @@ def say_unmeasured(shared: SharedModel, round: int, rounds: int) -> None:
 
 
 def layers_by_type(model: nn.Module) -> str:
-    """Return counts of norm layers, as ``3 BatchNorm2d, 1 BatchNorm1d`` or ``no normalisation layer``."""
+    """Return counts of norm layers, as ``3 BatchNorm2d, 1 BatchNorm1d``."""
     layers = Counter(type(module).__name__ for module in model.modules() if isinstance(module, NORM_LAYERS))
     return ", ".join(f"{count} {name}" for name, count in layers.items()) or "no normalisation layer"
 
 
 def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iterator[str]:
-    """Yield log lines on a method and a network, ``source`` unconverted and ``model`` converted.
+    """Yield log lines on a method and a network, unconverted (``source``) and converted.
 
     They tell the layers before and after, the use of each role's tensors, and clients'
     reports.

@@ -56,7 +56,7 @@ class ContractBroken(ValueError):
 
 @contextmanager
 def frozen_parameters(round: LocalRound) -> Iterator[dict[str, nn.Parameter]]:
-    """Let a round's frozen parameters not learn, even in a user's optimiser. Clear old gradients."""
+    """Let frozen parameters not learn, even in a user's optimiser. Clear old gradients."""
     frozen = {name: p for name, p in round.model.named_parameters() if p.requires_grad and name not in round.parameters}
     for parameter in frozen.values():
         parameter.requires_grad_(False)
@@ -83,7 +83,7 @@ class Lent:
         self._values = {name: p.detach().clone() for name, p in model.named_parameters()} if round.in_own_loop else {}
 
     def check(self, samples: int | None = None) -> None:
-        """Check network and records after training or, with ``samples``, before a user's loop replies."""
+        """Check network and records after training or, with ``samples``, before a reply."""
         if samples is None and self._round.in_own_loop and self._round.steps:
             self._round.recorder.forget()  # passes that led to no step
         for rule, what, name in self._broken_by_training() if samples is None else self._broken_by_reply(samples):
@@ -134,7 +134,7 @@ class Lent:
             yield "batches", "connect exchanges statistics in the first pass in training mode with gradients, but 0 batches were seen", ""
 
     def _broken_by_opacus(self) -> Iterator[tuple[str, str, str]]:
-        """Yield why opacus (differential privacy, gradients per sample) does not protect this round.
+        """Yield why opacus (differential privacy) does not protect this round.
 
         Of layers that mix samples, it only refuses BatchNorm and trainable ones with
         buffers.
@@ -174,7 +174,7 @@ def objects(model: nn.Module) -> dict[str, object]:
 
 
 def forms(round: LocalRound) -> dict[str, tuple[Any, ...]]:
-    """Return dtype and shape of parameters, and shape of travelling or kept buffers, by name."""
+    """Return dtype and shape of parameters, and shape of sent or kept buffers, by name."""
     place = round.network.locality.place
     found: dict[str, tuple[Any, ...]] = {name: (p.dtype, *p.shape) for name, p in round.model.named_parameters()}
     travels = (Place.SHARED, Place.STATISTIC, Place.HOME)

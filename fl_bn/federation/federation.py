@@ -1,4 +1,4 @@
-"""Run a whole federation in this process, in plain torch: without Flower, a config, or files."""
+"""Run a whole federation in this process, without Flower, a config, or files."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def chosen(how: str, limit: float, drifts: bool) -> tuple[str, float]:
 def bounded(
     method: Method, clip: str, optimizers: Mapping[int, Optimizer], settings: LocalTraining
 ) -> tuple[Method, dict[int, LocalTraining]]:
-    """Choose the clipping of ``clip="auto"``, with which SGD moves weights by a limited distance per round.
+    """Choose the clipping of ``clip="auto"``: SGD moves weights by a limited distance per round.
 
     Nothing changes with ``clip="none"``, another optimiser, control variates (SCAFFOLD),
     or a method that does not normalise its first batch with shared statistics. Return
@@ -147,7 +147,7 @@ def bounded(
 
 
 def norm_in_round(path: float, learning_rate: float, steps: int, momentum: float) -> float:
-    """Return the gradient norm with which ``steps`` SGD steps move weights by at most ``path``."""
+    """Return the norm with which ``steps`` SGD steps move weights by at most ``path``."""
     return path * (1 - momentum) / (learning_rate * max(steps, 1))
 
 

@@ -134,6 +134,6 @@ class SeededBatches:
 
 
 def in_dtype(loaders: Sequence[Loader], dtype: torch.dtype) -> tuple[Loader, ...]:
-    """Return ``loaders``, ``SeededBatches`` in ``dtype``. One that occurs twice stays one object."""
+    """Return ``loaders``, ``SeededBatches`` in ``dtype``. A repeated one stays one object."""
     made = {id(one): one.like(dtype) if isinstance(one, SeededBatches) and one.dtype != dtype else one for one in loaders}
     return tuple(made[id(one)] for one in loaders)

@@ -48,10 +48,10 @@ class Samples:
         return len(self.y)
 
     def batch(self, index: np.ndarray, like: Tensor, augment: Augment | None = None) -> tuple[Tensor, Tensor]:
-        """Return inputs (B, ...), images scaled to -1..1, and targets (B, ...) of samples ``index`` (B,).
+        """Return inputs (B, ...) and targets (B, ...) of samples ``index`` (B,).
 
         They have the device of ``like``, inputs its dtype. ``augment`` changes them
-        before images are scaled.
+        before images are scaled to -1..1.
         """
         x, y = self.rows(index, augment)
         return to_input(x.to(like.device), like.dtype), y.to(like.device)
@@ -110,7 +110,7 @@ def pieces(n: int, how: StatisticsPass, rng: np.random.Generator, batch_size: in
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 0, task: Task = CLASSIFICATION) -> MetricState:
-    """Return the metrics of ``task`` for ``model``, which stays in evaluation mode, on ``data``.
+    """Return the metrics of ``task`` for ``model``, left in evaluation mode, on ``data``.
 
     For ``Samples``, a ``batch_size`` of 0 is 500, or 8 for masks, which are large.
     """
@@ -155,7 +155,7 @@ def measured(
 
 @contextmanager
 def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[Moments]]]:
-    """Prepare ``model`` for a statistics pass. Each forward pass adds one ``Moments`` per layer."""
+    """Prepare ``model`` for a statistics pass, which adds a ``Moments`` per layer and batch."""
     held = held_layers(model)
     with kept_modes(model), uncompiled():
         model.eval()

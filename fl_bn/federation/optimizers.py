@@ -223,7 +223,7 @@ class ServerOptimizer:
         }
 
     def restore(self, buffers: Named) -> None:
-        """Load the ``buffers`` of an equal server optimiser. Empty: forget the present ones."""
+        """Load the ``buffers`` of an equal server optimiser. Empty: forget present ones."""
         shapes = {entry.partition("/")[2]: tensor for entry, tensor in buffers.items()}
         if not shapes:
             self._optimizer = None
@@ -235,7 +235,7 @@ class ServerOptimizer:
 
 
 def _takes_the_average(optimizer: Optimizer) -> bool:
-    """Tell whether a step along ``aggregation.difference`` always ends at the rounded average."""
+    """Tell whether a step along ``difference`` always ends at the rounded average."""
     plain = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "maximize": False}
     return isinstance(optimizer, SGD) and all(group[name] == value for group in optimizer.param_groups for name, value in plain.items())
 

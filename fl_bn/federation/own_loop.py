@@ -207,7 +207,7 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
 
 
 def _with_metrics(record: RoundRecord, replies: Sequence[Reply]) -> RoundRecord:
-    """Return the record with the metrics given to ``round.reply``, and their weighted means."""
+    """Return the record with the metrics of ``round.reply``, and their weighted means."""
     samples = {client.client: client.samples for client in record.accepted}
     known = [one for one in replies if isinstance(one, Reply) and type(one.client) is int and one.client in samples]
     replies = sorted(known, key=lambda one: one.client)

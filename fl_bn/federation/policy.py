@@ -1,4 +1,4 @@
-"""Describe a run: every door's options (``RunSpec``), and the server's rounds (``ServerPolicy``)."""
+"""Describe a run: options (``RunSpec``), and the server's rounds (``ServerPolicy``)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def constant_rate(round: int, rounds: int) -> float:
 
 
 def checked_rate(what: str, rate: Callable[[int, int], float], round: int, rounds: int) -> float:
-    """Return ``rate`` (argument ``what``) in ``round``, if finite and >= 0, or raise ValueError."""
+    """Return ``rate`` (argument ``what``) in ``round``, or raise ValueError unless it is >= 0."""
     value = rate(round, rounds)
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf:
         raise ValueError(f"{what} must return a finite number >= 0, but for round {round} of {rounds} returned {value!r}")
@@ -273,7 +273,7 @@ class ServerPolicy(RunSpec):
         return checked_rate("rate", self.rate, min(round, max(rounds, 1)), rounds)
 
     def pace(self, learning_rate: float, rounds: int) -> float:
-        """Return ``learning_rate`` over that of round 1, at most 1 (in a warm-up, rates rise)."""
+        """Return ``learning_rate`` over that of round 1, at most 1, even in a warm-up."""
         first = self.scheduled(1, rounds)
         return 1.0 if learning_rate >= first else learning_rate / first
 

@@ -106,9 +106,10 @@ class Pass:
         exchanges: int = 0,
         kept_layers: Collection[str] = (),
     ) -> Pass:
-        """Compare running statistics before and after a pass. Without clients, ``settled`` is False.
+        """Compare running statistics before and after a pass.
 
-        A change up to ``tolerance`` counts as none. ``kept_layers`` stay (``unreached``).
+        A change up to ``tolerance`` counts as none. Without clients, ``settled`` is
+        False. ``kept_layers`` stay (``unreached``).
         """
         settled = clients > 0 and all(_still(old[name], new[name], eps[name], tolerance) for name in new)
         in_order = all(_still(old[name], new[name], eps[name], TOLERANCE) for name in list(new)[:-1])
@@ -243,7 +244,7 @@ class Known:
 
 
 class Adaptation:
-    """Make models for new clients from a finished run. ``network`` is unconverted, and stays unchanged.
+    """Make models for new clients from a finished run of an unconverted ``network``.
 
     Raises:
         NotAdaptable: The method shares no tensor, the network has no statistics, or
@@ -271,7 +272,7 @@ class Adaptation:
             self._average = {name: known.average[name] for name in names if name in known.average}
 
     def before(self) -> nn.Module | None:
-        """Return the model of shared tensors and the clients' average ones; None if unknown."""
+        """Return the model of shared tensors and clients' average ones; None if unknown."""
         return None if any(name not in self._average for name in self._kept) else self._with(self._average)
 
     def refusal(self, how: str) -> str:
@@ -307,7 +308,7 @@ class Adaptation:
 
 
 def recompute_statistics(model: nn.Module, x: Tensor) -> None:
-    """Set the statistics of ``model``, in place, to mean and unbiased variance over ``x`` (N, ...).
+    """Set the statistics of ``model`` to mean and unbiased variance over ``x`` (N, ...).
 
     Layers before a layer get theirs first.
 

@@ -1,4 +1,4 @@
-"""Record the facts of one round, and summarise clients' metrics, for the log and all other outputs.
+"""Record the facts of one round, and summarise clients' metrics, for all outputs.
 
 By them the log recognises diverging training, and its cause.
 """
@@ -62,7 +62,7 @@ class ClientRecord:
 
 @dataclass(frozen=True, slots=True)
 class Disclosure:
-    """Record a section of a message that left a client, or a round's messages of FedTAN's exchange.
+    """Record a section that left a client, or a round's messages of FedTAN's exchange.
 
     Attributes:
         what: The content in words.
@@ -157,7 +157,7 @@ def with_clients(
     distances: Sequence[float] = (),
     warning: str = "round {round}: {client}'s reply is not used: {reason}",
 ) -> RoundRecord:
-    """Return ``record`` with the cohort's records and the bytes sent. Warn of each refused reply.
+    """Return ``record`` with the cohort's records and bytes. Warn of each refused reply.
 
     ``parts`` are the used replies, at ``distances`` from the robust update. ``warning``
     has the fields ``round``, ``client``, ``reason``.
@@ -203,7 +203,7 @@ def batches_trained(records: Iterable[RoundRecord]) -> int:
 
 
 def why_failed(record: RoundRecord) -> str:
-    """Return why a failed round's first refused reply was not used, with advice on divergence."""
+    """Return why a failed round's first refused reply was not used, with advice."""
     first = next((client for client in record.clients if client.refused), None)
     if first is None:
         return "The log above says why"

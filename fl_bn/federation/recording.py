@@ -94,7 +94,7 @@ class Recorder:
         return goes_on
 
     def next_step(self) -> bool:
-        """End the present batch. Tell whether no layer waits for its first one, unless all count."""
+        """End the present batch. Tell whether no layer waits for its first one."""
         self.batches += bool(self._rows)
         if self._once:
             self._done.update(self._rows)

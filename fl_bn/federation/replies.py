@@ -93,7 +93,7 @@ class Expected:
         return replace(self.reply(reply.client, values, arrays_of(reply.sections)), weight=reply.weight)
 
     def numbers(self, client: int, record: Mapping[str, Any] | None) -> Values:
-        """Check a reply's numbers, and return those that ``form`` declares. Errors are those of ``check``."""
+        """Check a reply's numbers, and return those of ``form``. Errors are those of ``check``."""
         samples: int = REPLIED.read(record)["samples"]
         if samples == 0:
             raise Absent("metrics", "samples", "0: the client trained on no samples in this round")
@@ -112,7 +112,7 @@ class Expected:
         return values
 
     def reply(self, client: int, values: Values, payload: Payload) -> Reply:
-        """Make the reply of ``client`` from checked numbers and received arrays, or raise WireError."""
+        """Make the reply of ``client`` from numbers and arrays, or raise WireError."""
         largest = self.schema.check(payload, self.bounds, self.unbounded)
         sections = {section: views(arrays) for section, arrays in payload.items()}
         numbers = {name: float(value) for name, value in values.items()}
@@ -199,7 +199,7 @@ class Intake:
             self._add(self._turns.popleft())
 
     def end(self) -> tuple[list[Reply], WeightedSum]:
-        """Return all replies in client order, without weights' values, and these values' sum."""
+        """Return all replies in client order, without weights' values, and their sum."""
         for client in self._turns:
             self._add(client)
         return [reply for _, reply in sorted(self._came.items()) if reply is not None], self._sum

@@ -88,12 +88,12 @@ class Locality:
         return {name: p for name, p in model.named_parameters() if p.requires_grad and self.place[name] is Place.SHARED}
 
     def fewest(self, phase: Phase) -> int:
-        """Return a batch's fewest samples: 2 if a layer normalises with its statistics, else 1."""
+        """Return a batch's fewest samples: 2 if normalised by its statistics, else 1."""
         constant = len(self.shared_statistics) if self.method.constant else 0
         return 1 if self.method.freezes_statistics(phase) or constant == len(self.norm_layers) else 2
 
     def signature(self, model: nn.Module) -> str:
-        """Return a short hash of the method at clients, and of each tensor's name, role, shape, dtype.
+        """Return a short hash of the method, and of tensors' names, roles, shapes and dtypes.
 
         It includes the tensors at home if single layers stay there (``Method.local_in``).
         """
@@ -116,7 +116,7 @@ class Spec:
     any_value: bool = False
 
     def check(self, section: str, name: str, array: np.ndarray, limit: float = np.inf) -> float:
-        """Check ``array``, also against the absolute ``limit``. Return its largest absolute value.
+        """Check ``array``, also against ``limit``. Return its largest absolute value.
 
         This is 0 for integers, and with ``any_value``.
 
@@ -146,7 +146,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Schema:
-    """Describe a payload's sections, some ``optional``, and their tensors. No others are allowed."""
+    """Describe a payload's sections, some ``optional``, and their tensors. Others are wrong."""
 
     sections: dict[str, dict[str, Spec]]
     optional: dict[str, dict[str, Spec]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Carry out the server's half of a round: (state, replies) -> (state, record). Reach clients by a ``Transport``.
+"""Carry out the server's half of a round: (state, replies) -> (state, record).
 
 If a new shared tensor is not finite, the round changes nothing, and the next one leaves
 out the client whose reply has the largest values.
@@ -104,7 +104,7 @@ class Server:
         return float(part.weight) if by_samples and not self.defended else 1.0
 
     def conclude(self, replies: RoundReplies) -> bool:
-        """Combine the ``replies`` to ``begin``'s instruction, and tell whether the model changed.
+        """Combine ``replies`` to ``begin``'s instruction, and tell whether the model changed.
 
         ``record`` then names the refused clients, with the reasons.
         """
@@ -194,7 +194,7 @@ class Transport(ABC):
         """Evaluate shared ``tensors`` after round ``number``. Return metrics, empty without data."""
 
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
-        """Let clients measure all layers exactly, layer by layer, if this transport can do so."""
+        """Let clients measure all layers exactly, layer by layer, if that is possible."""
         return None
 
     def conclude(self, replies: RoundReplies) -> bool:

@@ -144,7 +144,7 @@ class LocalTraining(Options):
         return norm_in_round(self.clip_limit, learning_rate, steps, self.momentum)
 
     def fewest(self, least: int) -> int:
-        """Return a client's fewest samples, if the method needs ``least`` (1 or 2) in a batch."""
+        """Return a client's fewest samples, if a batch needs ``least`` (1 or 2)."""
         return max(least, self.batch_size) if self.drop_last else least
 
     def draw(self, samples: int, rng: np.random.Generator, least: int) -> list[Indices]:
@@ -227,7 +227,7 @@ class Schedule(Options):
 
 
 def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
-    """Read pairs of a share of the rounds, and the later factor of the first rate, from a text.
+    """Read pairs of a share of the rounds, and the rate's later factor, from a text.
 
     ``0.6:0.1, 0.8:0.01`` means a tenth of the rate of round 1 after 60 % of the rounds,
     and a hundredth after 80 %.

@@ -69,7 +69,7 @@ def median_steps(steps: Iterable[int]) -> int:
 
 
 class SharedModel:
-    """Hold the server's ``model``, converted for ``method``, with initial values of clients' own tensors.
+    """Hold the server's ``model``, converted for ``method``, and clients' initial values.
 
     Attributes:
         buffers: Floating-point buffers outside of norm layers, averaged like weights.
@@ -117,13 +117,13 @@ class SharedModel:
         return {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - self.learnable(phase)
 
     def expected(self, phase: Phase, update: str) -> schema.Schema:
-        """Return the schema of a reply of ``weights`` or ``gradients`` (``update``) in ``phase``."""
+        """Return the schema of a reply of ``weights`` or ``gradients`` in ``phase``."""
         if update == "gradients":  # which parameters learn can change
             return schema.reply(self.model, self.locality, phase, update, self._auxiliary_kinds)
         return self._copy.network.reply(phase, update, self._auxiliary_kinds)
 
     def instruction(self, round: int, phase: Phase, **fields: Any) -> Instruction:
-        """Return the instruction to measure or evaluate: weights, shared statistics, and ``fields``."""
+        """Return the instruction to measure or evaluate, with further ``fields``."""
         return Instruction(round, phase, self.sections(), signature=self.signature, **fields)
 
     def sections(self) -> Sections:
@@ -159,7 +159,7 @@ class SharedModel:
         return {name: tensor for section in self.sections().values() for name, tensor in section.items()}
 
     def whole(self, tensors: Named, batches: int = 0, kept: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return the tensors for a ``load_state_dict`` file: ``kept``, and all not kept by clients.
+        """Return a ``load_state_dict`` file's tensors: ``kept``, and all not kept by clients.
 
         The names are those of the unconverted network without wrappers, or, if the method
         replaces BatchNorm, of the converted one. ``batches`` adds to
@@ -273,7 +273,7 @@ class SharedModel:
         return distances
 
     def _stepped(self, step: ServerStep) -> tuple[dict[str, Tensor], list[float]]:
-        """Compute new weights in float64, and updates' distances to the robust update, if any."""
+        """Compute new weights in float64, and updates' distances to a robust update."""
         parts, weights, defence = step.parts, step.weights, step.defence
         section, distances = "gradients" if "gradients" in parts[0].sections else "weights", list[float]()
         state, tensors = self._copy.state, [part.sections[section] for part in parts]

@@ -146,7 +146,7 @@ class IndexBatches:
 
 @dataclass
 class SampleLoop:
-    """Train on a client's samples by a round's settings, as argument ``train`` of ``client_round``.
+    """Train on a client's samples, as argument ``train`` of ``client_round``.
 
     Random numbers depend only on ``seed``, ``client`` and the round, which makes
     ``passes`` over ``batches``.
@@ -212,7 +212,7 @@ class SampleLoop:
         return round.settings.make_optimizer(round.parameters.values(), round.instruction.learning_rate)
 
     def weighed(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
-        """Return the samples that the client weighs (all, if it only measures), and the mean loss."""
+        """Return the samples that the client weighs, and the mean loss."""
         n = len(self.samples)
         if not round.trains:
             return Outcome(n, client=self.client)
@@ -221,7 +221,7 @@ class SampleLoop:
 
 
 TRAINER: ContextVar[Callable[[SampleLoop, LocalRound], Outcome]] = ContextVar("trainer", default=SampleLoop.__call__)
-"""How a Flower app's client trains by its loop: alone or, in ``engines.vectorised``, with others."""
+"""How a Flower app's client trains: alone or, in ``engines.vectorised``, with others."""
 
 
 def alone(

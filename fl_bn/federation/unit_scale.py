@@ -1,4 +1,4 @@
-"""Rescale weights before round 1: every BatchNorm layer's input gets the deviation ``Method.scale``.
+"""Rescale weights before round 1: BatchNorm's inputs get the deviation ``Method.scale``.
 
 A new network's activations have a small standard deviation, by which normalisation
 divides, so gradients are large. With BatchNorm they do little harm: they are orthogonal
@@ -141,7 +141,7 @@ class _Tracer(fx.Tracer):
 
 
 def _source(norm: fx.Node, modules: Mapping[str, nn.Module], between: tuple[Any, ...] = HOMOGENEOUS) -> str | None:
-    """Return the module whose output only ``norm`` uses, perhaps through ``between``, if any."""
+    """Return the module whose output only ``norm`` uses, perhaps through ``between``."""
     node = norm.all_input_nodes[0] if norm.all_input_nodes else None
     while node is not None and len(node.users) == 1:
         if node.op == "call_module" and type(modules[str(node.target)]) not in between:

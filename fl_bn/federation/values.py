@@ -1,4 +1,4 @@
-"""Hold the values of a round: named tensors in sections, instruction, client's state, reply."""
+"""Hold the values of a round: named tensors in sections, instruction, state, reply."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def to_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 def encode_moments(layer: str, moments: Moments, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Encode a layer's moments on the CPU: ``count`` int64 (1,), ``mean`` and ``var`` (C,) in ``dtype``.
+    """Encode a layer's moments: ``count`` int64 (1,), ``mean`` and ``var`` (C,) in ``dtype``.
 
     Count 0: the layer did not run.
     """

@@ -263,7 +263,7 @@ def encode_answer(answer: Answer) -> bytes:
 
 
 def decode_answer(data: bytes, dtype: torch.dtype) -> Answer:
-    """Convert a message to an answer with values of ``dtype``, without catching errors of parsing."""
+    """Convert a message to an answer with values of ``dtype``. Errors of parsing pass."""
     head, _, values = data.partition(b"\n")
     fields = json.loads(head)
     return Answer(_tensor(values, dtype), _whole(fields["count"]), _whole(fields["batch"]))

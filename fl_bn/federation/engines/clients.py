@@ -55,7 +55,7 @@ class Own:
 
 @dataclass
 class Clients:
-    """Hold all clients of a federation: their common values, and each one's loaders and settings.
+    """Hold all clients of a federation: common values, and each one's own.
 
     Attributes:
         model: The network, converted for ``method``; it stays unchanged.

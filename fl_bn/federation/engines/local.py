@@ -61,7 +61,7 @@ class LocalTransport(Transport):
 
     @contextmanager
     def serving(self, rounds: int, first: int = 1) -> Iterator[None]:
-        """Prepare for ``rounds`` rounds in the block, with processes if ``workers`` is above 1."""
+        """Prepare for ``rounds`` rounds in the block, perhaps with worker processes."""
         self._rounds = rounds
         if first == 1:
             self.kept = [replace(kept, round=0) for kept in self.kept]  # the state of an earlier run counts as from before round 1
@@ -225,7 +225,7 @@ class LocalTransport(Transport):
         return reply
 
     def _warn_of(self, round: int, client: int, reply: Reply) -> None:
-        """Warn once per client of batches of one sample left out, or of a loader without batches."""
+        """Warn once per client of left out batches of one sample, or of no batch."""
         left_out = int(reply.metrics.get(LEFT_OUT, 0))
         if client not in self._warned and (left_out or not reply.samples):
             self._warned.add(client)

@@ -17,7 +17,7 @@ Seen = Mapping[str, Sequence[Sequence[Moments]]]
 
 
 class _Holder(nn.Module):
-    """Wrap ``answer``, a function of network and batch, as the module ``functional_call`` needs."""
+    """Wrap ``answer``, of network and batch, as the module ``functional_call`` needs."""
 
     def __init__(self, model: nn.Module, answer: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Stack:
         return result, seen
 
     def _index(self, rows: Sequence[int]) -> slice | Tensor | None:
-        """Return an index of ``rows``: None for all, a slice for the first ones, else a tensor."""
+        """Index ``rows``: None for all, a slice for the first ones, else a tensor."""
         if list(rows) == list(range(len(rows))):
             return None if len(rows) == self.rows else slice(len(rows))
         return torch.tensor(rows, device=next(iter(self.parameters.values())).device)

@@ -237,7 +237,7 @@ def train_together(
 
 
 class _Training:
-    """Train ``rounds`` as a stack. Those with more batches, so still active, are the first rows."""
+    """Train ``rounds`` as a stack, whose first rows have more batches, so are active."""
 
     def __init__(
         self, rounds: Sequence[LocalRound], batches: Sequence[IndexBatches], loop: SampleLoop, device: torch.device | None

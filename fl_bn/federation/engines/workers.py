@@ -150,7 +150,7 @@ def _end_with_parent() -> None:
 
 
 def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]) -> tuple[Done, list[logging.LogRecord]]:
-    """Run a task in a worker, which leaves Ctrl-C to its parent. Return result and log records."""
+    """Run a task in a worker, without Ctrl-C. Return result and log records."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_parent()
     sys.path[:] = path
@@ -162,7 +162,7 @@ def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]
 
 
 def _travelling(error: Exception) -> Exception:
-    """Return ``error``, as RuntimeError if it cannot be pickled, with its traceback as a note."""
+    """Return ``error``, or a RuntimeError for it, with its traceback as a note."""
     trace = "".join(traceback.format_exception(error)).rstrip()
     try:
         pickle.loads(dumps(error))
@@ -186,7 +186,7 @@ def _collected() -> Iterator[list[logging.LogRecord]]:
 
 @dataclass
 class WorkerTiming:
-    """Decide during ``rounds`` rounds whether ``workers`` processes save more time than they cost.
+    """Decide in ``rounds`` rounds whether ``workers`` processes save more time than they cost.
 
     ``seconds`` is round -> seconds of training so far.
     """
