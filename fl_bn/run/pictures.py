@@ -84,8 +84,8 @@ def draw_labels(counts: Mapping[int, Sequence[int]], config: RunConfig, path: Pa
             shade = SHADES[label] if few else matplotlib.colormaps[MAP](label / (classes - 1))
             axes.bar(range(clients), table[:, label], 0.82, base, color=shade, edgecolor="white", lw=0.5, label=str(label))
             base += table[:, label]
-        place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
-        axes.legend(title="class", **place, fontsize=8 if few else 5, ncols=1 + classes // 30, reverse=True)
+        legend = axes.legend(title="class", loc="center left", fontsize=8 if few else 5, ncols=1 + classes // 30, reverse=True)
+        legend.set_bbox_to_anchor((1, 0.5), transform=axes.transAxes)
         axes.set(xlabel="site" if config.client_names else "client", ylabel="training samples")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=STEPS))
         if config.client_names:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -61,7 +61,7 @@ def check(cells: Sequence[Cell]) -> None:
 
     Of cells that differ only in their seeds, one is checked.
     """
-    seen: list[dict[str, object]] = []
+    seen = list[Mapping[str, object]]()
     for cell in cells:
         config = cell.config
         if (keys := {**config.to_mapping(), "seed": 0, "name": "", CENTRALISED: cell.centralised}) in seen:

@@ -27,7 +27,7 @@ from tests.loops.loops import Step, clients, each, net, opened, plain, step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # of torch.compile, about its own
-    pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of torch.jit, and of Lightning's use of torch's trees
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),  # of torch's BatchNorm, too
     pytest.mark.filterwarnings("ignore::UserWarning"),  # of trainers, about machines, loggers and workers
 ]
@@ -377,7 +377,10 @@ def test_it_computes_what_a_plain_loop_computes(method: str, loop: Step, door: s
         with pytest.raises(Exception, match=said):
             run(method, loop, door)
         return
-    assert apart(run(method, loop, door), plainly(method, door)) <= (0 if loop in MODES else 1e-12)
+    ours, right = run(method, loop, door), plainly(method, door)
+    if made.exchanges and loop in MOVES_STATISTICS:  # as torch's, after the first step: they count in evaluations alone
+        ours, right = ([{k: v for k, v in one.items() if "running" not in k} for one in rounds] for rounds in (ours, right))
+    assert apart(ours, right) <= (0 if loop in MODES else 1e-12)
 
 
 @pytest.mark.parametrize("method", [methods.fedavg(), methods.fixbn(freeze_after=0)], ids=lambda method: method.name)
