@@ -49,8 +49,7 @@ def load(name: str, path: str = "", image_size: int = 0, modules: Modules | None
         modules: those that may hold your own function. None: any.
 
     Raises:
-        ValueError: the name is unknown, the size is negative, or the data have another
-            form.
+        ValueError: the name is unknown, or the data have another form.
         DataNotFound: files are missing.
     """
     return _load(name, path, image_size, modules)
@@ -63,8 +62,6 @@ def _load(name: str, path: str, image_size: int, modules: Modules | None) -> Dat
     if name not in DATASETS and ":" not in name:
         others = ", or your own function as package.module:function ('npz', 'folder' and 'csv' read your own files)"
         raise ValueError(expected("dataset", name, DATASETS, others))
-    if image_size < 0:
-        raise ValueError(f"image_size must be positive, or 0 for the native size, but got {image_size}")
     kind, _, files = name.partition(":")
     if kind in DATASETS and files:
         raise ValueError(f"dataset={short(name)} has a path: give dataset={kind!r} and data-path={short(files)}")

@@ -17,8 +17,7 @@ from fl_bn.run.checkpoints import FREE
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.former import read_config
 from fl_bn.run.history import read_rows
-from fl_bn.task import CLASSIFICATION, SHARE, TASKS
-from fl_bn.task import lower_is_better as low_by_name
+from fl_bn.task import CLASSIFICATION, SHARE, TASKS, lower_is_better
 
 Row = Mapping[str, Any]
 ROUNDS = "rounds.jsonl"
@@ -75,7 +74,9 @@ class Cell:
         better, ``METRIC-min``. For any other column the name decides.
         """
         row = self.rows[0] if self.rows else {}
-        return f"{metric}-max" in row if {f"{metric}-min", f"{metric}-max"} & row.keys() else lower_is_better(metric)
+        if {f"{metric}-min", f"{metric}-max"} & row.keys():
+            return f"{metric}-max" in row
+        return any(part in metric for part in LOWER) or lower_is_better(metric)
 
     def at(self, axis: str) -> str:
         """Return the run's value on ``axis``; a dash for a run without this axis."""
@@ -178,11 +179,6 @@ def title(metric: str, split: str = "") -> str:
     }
     unit = " (%)" if scale(metric) == 100 else " (sd)" if metric == "drift" else ""
     return known.get(metric, metric.replace("-", " ")) + unit
-
-
-def lower_is_better(metric: str) -> bool:
-    """Return whether a lower value of the column ``metric`` is better, by its name."""
-    return any(part in metric for part in LOWER) or low_by_name(metric)
 
 
 def _read(file: Path) -> Cell:

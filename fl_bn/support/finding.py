@@ -16,17 +16,13 @@ class Finding:
     Attributes:
         status: ``ok``; ``warn`` for a possible problem; ``fail`` for a certain one.
         text: the result in words.
-        do: advice, for a warning or a failure only, else ``ValueError`` is raised.
+        do: advice, for a warning or a failure.
     """
 
     status: Status
     check: str
     text: str
     do: str = ""
-
-    def __post_init__(self) -> None:
-        if bool(self.do) == (self.status == "ok"):
-            raise ValueError(f"{self.check}: a warning or a failure must say what to do, and an ok must not, but got {self}")
 
     def __str__(self) -> str:
         """Return status, check, text and advice as one line."""

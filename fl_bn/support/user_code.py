@@ -18,7 +18,6 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -155,16 +154,12 @@ def _is_app(folder: Path) -> bool:
         return False
 
 
-def _spec(top: str) -> ModuleSpec | None:
-    try:
-        return importlib.util.find_spec(top)  # for a name without dots this finds the module without importing it
-    except ValueError:  # the module was loaded without a spec, like __main__
-        return None
-
-
 def _places(top: str) -> list[Path]:
     """Return the folders of the module or package ``top``, if there is one."""
-    spec = _spec(top)
+    try:
+        spec = importlib.util.find_spec(top)  # for a name without dots this finds the module without importing it
+    except ValueError:  # the module was loaded without a spec, like __main__
+        return []
     if spec is None:
         return []
     if spec.submodule_search_locations is not None:
