@@ -24,6 +24,9 @@ SHOWN = {
     "local_steps": "local steps",
 }  # fmt: skip
 """Attribute of ``Measured`` -> its name in the table."""
+TRAINED = """Your network is pre-trained, unlike the table's. Of one that we fine-tuned at four sites, method='fixbn' freeze-after=0
+was ahead of all others, by 3 points or more (docs/how-to/fine-tune.md)."""
+UNTRAINED = "Is your network pre-trained? Then give its model-weights: the table is of new networks."
 
 
 def advise(
@@ -70,7 +73,7 @@ def advise(
                 allowed.append(name)
                 table.add_row(name, f"{regime.mean(name):.1f}", regime.gain(name))
         use.check(keys)
-        console.print(table)
+        console.print(table, TRAINED if config.model_weights else UNTRAINED)
         if pilot:
             folder = Path(output or f"runs/advise-{datetime.now():%Y%m%d-%H%M%S}")
             rounds = min(config.rounds, max(PILOT_ROUNDS, config.rounds // 10))

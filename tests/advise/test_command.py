@@ -6,8 +6,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from fl_bn.advise import regimes
+from fl_bn.run.assembly import source_model
+from fl_bn.run.config import RunConfig
+from fl_bn.run.overrides import parse_overrides
 from tests.advise.made_up import MAP
 from tests.experiment.inside import ends_well, ends_with_a_sentence, override
 from tests.experiment.small_data import small_config, small_npz, small_sites
@@ -28,8 +32,12 @@ def keys(folder: Path, **values: object) -> str:
 def test_the_advice_is_printed(tmp_path: Path) -> None:
     config = keys(tmp_path, partition="classes", partition_parameter=1.0, local_steps=5)
     said = ends_well("advise", "--run-config", config, "--output", tmp_path / "out")
-    for part in ("4 clients, label skew", "Problem one class", "│ fbn │ 91.0 │ +70.0 │", "label skew │ 1 │ 1 "):
+    for part in ("4 clients, label skew", "Problem one class", "│ fbn │ 91.0 │ +70.0 │", "label skew │ 1 │ 1 ", "give its model-weights"):
         assert part in said
+    torch.save(source_model(RunConfig.from_mapping(parse_overrides(config))).state_dict(), tmp_path / "weights.pt")
+    trained = ends_well("advise", "--run-config", f"{config} model-weights='{tmp_path / 'weights.pt'}'")
+    assert "freeze-after=0" in trained
+    assert "freeze-after=0" not in said
     assert not (tmp_path / "out").exists()  # nothing was run
 
 
