@@ -47,6 +47,9 @@ def audit(
             said = f"{files} files were removed, with the lines up to {through}; the last line of the log says so"
             typer.echo(said if files else "no file is that old")
             return
+        if run and not any(chosen(log, run)):
+            named = dict.fromkeys(str(entry.get("name") or entry.get("run")) for entry in chosen(log) if entry.get("run"))
+            raise ValueError(f"{log} has no line of the run {run}, but of: {', '.join(named) or 'no run'}")
         found = check(log)
         if lines:
             for entry in chosen(log, run, start):

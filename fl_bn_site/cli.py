@@ -267,7 +267,7 @@ def _carry_out(run: Callable[[], bool]) -> None:
 
 
 def abort(folder: ServerArgument, run: RunArgument, control: ControlOption = "") -> None:
-    """End a run at once. The results of its rounds so far stay."""
+    """End a run, which may take a minute. The results of its rounds so far stay."""
     from fl_bn_site.runs import abort as end
 
     with _refusals():

@@ -227,7 +227,7 @@ def how_to_go_on(server: ServerFolder, name: str, own: bool = False, modules: Pa
     rounds = sorted(int(path.stem.removeprefix("round-")) for path in (run / FOLDER).glob("round-*.safetensors"))
     if rounds:
         with_them = f" --app {shlex.quote(str(modules))}" if modules else ""
-        return f"resume it from round {rounds[-1]}: fl-bn resume {shlex.quote(str(server.path))} {name}{with_them}"
+        return f"resume it from its checkpoint after round {rounds[-1]}: fl-bn resume {shlex.quote(str(server.path))} {name}{with_them}"
     where = f"the output of `fl-bn start` and {run} say" if run.exists() else "the output of `fl-bn start` says"
     again = f'fl-bn submit {shlex.quote(str(server.path))} --run-config "..."'
     return f"it has no checkpoint to resume from. {where} why it ended. Begin it anew: {again}"

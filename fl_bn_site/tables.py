@@ -21,12 +21,12 @@ def wide_console() -> Console:
 
 def tables_of_status(current: Status) -> Group:
     """Return the tables of ``fl-bn status``. At 80 columns, names are broken into lines, and nothing is cut."""
-    sites = Table(title=f"{current.server}, {current.at}; certificate: {current.expires} days left", box=None)
+    about = escape(f"{current.server}, {current.at}; certificate: {current.expires} days left")
+    sites, runs, unused = Table(box=None), Table(title="runs", box=None), Table(box=None)
     for column in ("site", "state", "last seen"):
         sites.add_column(column, overflow="fold")
     for site in current.sites:
         sites.add_row(site.name, site.state, site.seen or "never")
-    runs, unused = Table(title="runs", box=None), Table(box=None)
     for column in ("run", "site", "not used in the last round"):
         unused.add_column(column, overflow="fold")
     for column in ("run", "by", "status", "round", "used", "loss", "metric", "s/round", "left"):
@@ -47,7 +47,7 @@ def tables_of_status(current: Status) -> Group:
         for refused, why in run.refused.items():
             unused.add_row(name, refused, why)
     notes = [escape(f"{run.name or run.id}: {run.note}") for run in current.runs if run.note]
-    return Group(sites, runs, *([unused] if unused.row_count else []), *notes)
+    return Group(about, sites, runs, *([unused] if unused.row_count else []), *notes)
 
 
 def _round(run: RunStatus) -> str:

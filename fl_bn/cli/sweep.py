@@ -58,12 +58,11 @@ def compared(methods: str, seeds: int, keys: Mapping[str, Any], folder: Path, jo
     ``jobs`` 0: one run per core. Return the error of each failed run, by its name.
     ``ConfigError``: a key is wrong, or the methods cannot be compared.
     """
-    from fl_bn.run.pictures import partition_in_words
     from fl_bn.run.usage import Usage
     from fl_bn.sweep.compare import comparison
 
     config = Usage().config(keys)
-    title = f"{config.dataset}, {config.model}, {config.clients} clients, {partition_in_words(config)}, {config.rounds} rounds"
+    title = f"{config.dataset}, {config.model}, {config.clients} clients, {config.partition_in_words()}, {config.rounds} rounds"
     chosen = range(config.seed, config.seed + seeds)
     sweep = comparison(methods.split(","), chosen, keys, title)
     return carry_out(sweep, folder, jobs, retry=True)

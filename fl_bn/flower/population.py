@@ -28,7 +28,7 @@ from fl_bn.support.wire import WireError, printable, reason
 
 POLICY = "NotAllowed: "  # begins the error of a site whose policy refuses the run
 POLL = 0.2  # seconds between two looks at who is there
-WITHOUT = "To go on without it, set min-sites to the number of sites that suffice"
+WITHOUT = "If the other sites suffice, set min-sites to their number to go on without it"
 NO_HANDLER = "the ClientApp has no handler for fl-bn's introduction: add fl_bn.flower.answer(app, Net, method, batches) to client_app.py"
 
 

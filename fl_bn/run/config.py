@@ -164,6 +164,10 @@ class RunConfig(RunKeys):
         data = self.dataset.replace("/", "-").replace(":", "-")[:80]
         return f"{time:%Y%m%d-%H%M%S}-{self.method}-{data}-seed{self.seed}"
 
+    def partition_in_words(self) -> str:
+        """Return how the data are divided, such as ``partition dirichlet (0.1)``."""
+        return "each site's own data" if self.dataset == SITES else f"partition {self.partition} ({self.partition_parameter:g})"
+
     def build_method(self) -> Method:
         """Make the method from its own options and from general keys, such as ``freeze-after``."""
         constructor = METHODS[self.method]

@@ -50,7 +50,7 @@ def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task
             axes.axvspan(frozen[0] - 0.5, frozen[-1] + 0.5, color="0.92", zorder=0, lw=0)
         every[-1].set_xlabel("round")
         every[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=STEPS))
-        figure.suptitle(f"{config.method} on {config.dataset}: {config.clients} clients, {partition_in_words(config)}, seed {config.seed}")
+        figure.suptitle(f"{config.method} on {config.dataset}: {config.clients} clients, {config.partition_in_words()}, seed {config.seed}")
         figure.savefig(path, bbox_inches="tight")
         plt.close(figure)
 
@@ -90,12 +90,7 @@ def draw_labels(counts: Mapping[int, Sequence[int]], config: RunConfig, path: Pa
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=STEPS))
         if config.client_names:
             axes.set_xticks(range(clients), [config.called.site(client) for client in sorted(counts)], rotation=45, ha="right")
-        title = f"training samples: {partition_in_words(config)}, {table.sum()} in all"
+        title = f"training samples: {config.partition_in_words()}, {table.sum()} in all"
         figure.suptitle("\n".join(textwrap.wrap(title, int(11 * wide))))
         figure.savefig(path)
         plt.close(figure)
-
-
-def partition_in_words(config: RunConfig) -> str:
-    """Return how the data of a run are divided, such as ``partition dirichlet (0.1)``."""
-    return f"partition {config.partition} ({config.partition_parameter:g})"

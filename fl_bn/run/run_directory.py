@@ -229,7 +229,7 @@ class RunDirectory(Callback):
                 shutil.rmtree(folder, ignore_errors=True)
         LOGGER.info("results: %s", as_typed(path))
         if error is not None:
-            self._say_how_to_go_on(path, "interrupted" if isinstance(error, KeyboardInterrupt) else "the run failed")
+            self._say_how_to_go_on(path, "the run failed" if isinstance(error, Exception) else "stopped")
 
     def _draw(self, path: Path, counts: Mapping[int, tuple[int, ...]]) -> None:
         """Draw the pictures for which the run has numbers."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fl_bn.federation.recalibration import Pass
 from fl_bn.federation.record import RoundRecord, size
-from fl_bn.run.config import RunConfig
+from fl_bn.run.config import SITES, RunConfig
 from fl_bn.task import CLASSIFICATION, Task
 
 
@@ -40,15 +40,15 @@ def summary(
     measures = config.rounds == 0
     lines = [f"# {'Re-calibration under ' * measures}{config.method} on {config.dataset}, seed {config.seed}", ""]
     done = f"after {len(passes)} passes" if measures else f"after {len(records)} of {config.rounds} rounds"
-    if isinstance(error, KeyboardInterrupt):
-        lines += [f"**The run was interrupted** {done}.", ""]
+    if error is not None and not isinstance(error, Exception):  # Ctrl-C, or Flower's sign that the run was aborted
+        lines += [f"**The run was stopped** {done}.", ""]
     elif error is not None:
         lines += [f"**The run failed** {done}: {type(error).__name__}: {error}", ""]
     elif early and len(records) < config.rounds:
         lines += [f"**The run ended early** {done}: {early}", ""]
-    facts = [] if measures and not records else _metric(records, task, measures)
+    facts = [] if measures and not records else _metric(records, task, config)
     facts += passes_in_words(passes, config.clients) if measures else _training(config)
-    facts.append(f"{config.clients} clients, partition `{config.partition}` ({config.partition_parameter:g}), model `{config.model}`")
+    facts.append(f"{config.clients} clients, {config.partition_in_words()}, model `{config.model}`")
     facts += [f"took no part: {who}" for who in absent] + [privacy]
     facts += _traffic(records) if records else []
     lines += [f"- {fact}" for fact in facts if fact]
@@ -57,7 +57,7 @@ def summary(
     return "\n".join([*lines, "", *disclosures])
 
 
-def _metric(records: Sequence[RoundRecord], task: Task, measures: bool) -> list[str]:
+def _metric(records: Sequence[RoundRecord], task: Task, config: RunConfig) -> list[str]:
     """Return a sentence with the metric before and after a re-calibration, or the last and the best one."""
     evaluated = [r for r in records if task.metric in r.evaluation]
     if not evaluated:
@@ -67,12 +67,13 @@ def _metric(records: Sequence[RoundRecord], task: Task, measures: bool) -> list[
         return task.format_metric(record.evaluation[f"{task.metric}{suffix}"])
 
     last, worst = evaluated[-1], task.worst()
-    if measures:
+    if config.rounds == 0:
         return [f"{task.metric} before: **{value(evaluated[0])}**, after: **{value(last)}**"]
     line = f"{task.metric} after round {last.round}: **{value(last)}**"
     if f"{task.metric}-std" in last.evaluation:
         spread = f"std {value(last, '-std')}, {worst} {value(last, f'-{worst}')}"
-        line += f" (mean over clients with models of their own; {spread})"
+        own = "on test data" if config.dataset == SITES else "with models"
+        line += f" (mean over clients {own} of their own; {spread})"
     best = (max if task.higher_is_better else min)(evaluated, key=lambda r: r.evaluation[task.metric])
     return [f"{line}; best {value(best)} in round {best.round}"]
 

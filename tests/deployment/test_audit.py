@@ -233,6 +233,8 @@ def test_the_command_totals_filters_and_names_what_did_not_leave(site: SiteFolde
     for words, lines in ((("--run", "8"), 1), (("--run", "fedbn"), 3), (("--since", "2100-01-01"), 0)):
         assert json.loads(typed("audit", str(site.path), "--json", *words)[1])["lines"] == lines
     assert typed("audit", str(site.path), "--since", "yesterday")[0] == 2
+    code, out = typed("audit", str(site.path), "--run", "fedbm", columns=500)
+    assert (code, "of: fedbn, 8" in out) == (2, True)
 
 
 def test_the_command_and_kit_verify_name_a_change(site: SiteFolder) -> None:

@@ -46,5 +46,5 @@ def test_a_run_goes_on_without_sites_that_are_missing_or_ends_at_once_with_their
         out = ended(federation.submit({**RUN, "name": "online", "rounds": 2}, "--sites", "a,b,c,e,f,g"), 1)
         refused = time.monotonic() - begin
         assert all(MISSING[site] in out for site in "efg"), out
-        assert "To go on without it, set min-sites" in out
+        assert "set min-sites to their number" in out
         print(f"a run that needs a site which is offline ended after {offline:.1f} s, one that needs sites which refuse it {refused:.1f} s")

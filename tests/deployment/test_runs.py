@@ -196,6 +196,6 @@ def test_what_people_and_programs_read(server: ServerFolder, superlink: Any, col
     assert [(site["name"], site["state"]) for site in told["sites"]] == [("a", "online"), ("b", "offline")]
     (run,) = told["runs"]
     assert (run["refused"], run["left"], run["metric"], run["value"]) == ({"b": "loss is nan"}, 12.0, "accuracy", 0.5)
-    assert typed("abort", name).startswith(f"{name} is stopped; resume it from round 4: fl-bn resume ")
+    assert typed("abort", name).startswith(f"{name} is stopped; resume it from its checkpoint after round 4: fl-bn resume ")
     assert typed("abort", name) == f"{name} had ended already: stopped\n"
     typed("abort", "other")

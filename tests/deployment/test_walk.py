@@ -88,7 +88,7 @@ class Walk:
         with self.step("abort, until `fl-bn submit` ends"):
             said = federation.command("abort", "ended")
             out = ended(runs["ended"], 1)
-        assert "resume it from round" in said
+        assert "resume it from its checkpoint after round" in said
         assert said.split(": ", 1)[1].strip() in out, "both tell what to type"
         with self.step("resume, until the end"):
             assert "going on after round" in federation.command("resume", "ended")

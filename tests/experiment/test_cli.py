@@ -57,8 +57,8 @@ def test_ctrl_c_leaves_a_folder_that_goes_on_with_the_bits_of_a_run_that_nobody_
     path = tmp_path / "run"
     done = len((path / "rounds.jsonl").read_text().splitlines())
     assert 6 <= done < ROUNDS  # its line is printed before it is written
-    assert f"interrupted after round {done} of {ROUNDS}. Go on from round {done // 5 * 5}: fl-bn resume {path}" in said
-    assert f"**The run was interrupted** after {done} of {ROUNDS} rounds." in (path / "summary.md").read_text()
+    assert f"stopped after round {done} of {ROUNDS}. Go on from round {done // 5 * 5}: fl-bn resume {path}" in said
+    assert f"**The run was stopped** after {done} of {ROUNDS} rounds." in (path / "summary.md").read_text()
     for file in ("accuracy.png", "model.safetensors", "rounds.csv", "run.log", "disclosure.csv"):
         assert (path / file).stat().st_size > 0
     early = bits(path)

@@ -164,10 +164,15 @@ def test_folders_without_a_name_never_collide(tmp_path: Path) -> None:
         made("mine")
 
 
+OF_SITES = {"dataset": "sites", "classes": 2, "channels": 1, "image_size": 8}
+
+
 @listed(
     ("values", "said"),
     [
         ({"method": "silobn"}, "accuracy after round 3: **50.0%** (mean over clients with models of their own; std 10.0%, min 40.0%)"),
+        (OF_SITES, "(mean over clients on test data of their own; std 10.0%, min 40.0%)"),
+        (OF_SITES, "clients, each site's own data, model"),
         ({}, "in all 580 B of arrays in 0.2 s of rounds"),  # 160 + 160 + 100 + 160
         ({}, "smallest running variance 0.01; largest drift of a mean after round 1: 0.5 sd (norm)"),
         ({}, "1 replies could not be used"),
