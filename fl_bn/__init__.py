@@ -1,8 +1,9 @@
 """Make batch normalisation work in federated learning, for any PyTorch network.
 
-There are three ways to use it. ``Federation`` is for plain torch. ``local_round`` and ``server_round`` are
-for a training loop of your own. ``fl_bn.flower`` is for a Flower app of your own. docs/start has a page for
-each, and examples/ has files to copy.
+There are three ways to use it. ``Federation`` is for plain torch. ``local_round``
+and ``server_round`` are for a training loop of your own. ``fl_bn.flower`` is for a
+Flower app of your own. docs/start has a page for each, and examples/ has files to
+copy.
 
 >>> import fl_bn
 >>> fl_bn.methods.fixbn().name
@@ -73,7 +74,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Import a public name on its first use.
 
-    Torch takes seconds to import, and commands such as ``fl-bn start`` do not need it.
+    Torch takes seconds to import, and commands such as ``fl-bn start`` do not need
+    it.
     """
     if name == "methods":
         return import_module("fl_bn.methods")

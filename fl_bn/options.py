@@ -1,8 +1,8 @@
 """Declare options: one line states an option's default, range, meaning and run-config key.
 
-An options class is a frozen dataclass derived from ``Options`` whose fields are made by
-``option``. Making one checks its values. ``takes`` turns a function of an options class
-into a constructor with the same arguments:
+An options class is a frozen dataclass derived from ``Options`` whose fields are
+made by ``option``. Making one checks its values. ``takes`` turns a function of an
+options class into a constructor with the same arguments:
 
 >>> @dataclass(frozen=True)
 ... class SmoothingOptions(Options):
@@ -17,15 +17,16 @@ into a constructor with the same arguments:
 Traceback (most recent call last):
 ValueError: smoothing's strength must be in (0, 1], but got 2
 >>> [(key.name, key.default, key.shown, key.help) for key in keys_of({"smoothing": smoothing}).values()]
-[('smoothing-strength', 0.5, '(0, 1]', 'weight of the new value (alpha in the paper)')]
+[('smoothing-strength', 0.5, '(0, 1]', 'weight of the new value (alpha in the
+paper)')]
 
-The run config's keys are collected from registries, dicts from name to constructor such
-as ``METHODS``, and from the parts that every run has, such as local training
+The run config's keys are collected from registries, dicts from name to constructor
+such as ``METHODS``, and from the parts that every run has, such as local training
 (``fl_bn.run.run_keys.VALUES``).
 
-A constructor's default is neutral, such as a decay of 1. A run config's default is chosen
-to train well. If the two differ, ``option(..., run=...)`` states the run config's
-default:
+A constructor's default is neutral, such as a decay of 1. A run config's default is
+chosen to train well. If the two differ, ``option(..., run=...)`` states the run
+config's default:
 
 >>> @dataclass(frozen=True)
 ... class Schedule(Options):
@@ -100,7 +101,8 @@ class Used:
 
     Attributes:
         owner: The words after "belongs to", such as "method='fixbn'".
-        holds: Returns whether a run config, whose values it reads by key, has the owner.
+        holds: Returns whether a run config, whose values it reads by key, has the
+            owner.
     """
 
     owner: str
@@ -131,8 +133,9 @@ def in_config(value: Value) -> str:
 def range_of(text: str) -> Callable[[Any], bool]:
     """Return a function that tells whether a number is finite and within the range ``text``.
 
-    The text is ``>= 1``, ``> 0``, ``0..9`` (with both ends), ``(0, 1]``, a single number,
-    or several of these with ``or``: ``0 or >= 2``. Another text raises ``ValueError``.
+    The text is ``>= 1``, ``> 0``, ``0..9`` (with both ends), ``(0, 1]``, a single
+    number, or several of these with ``or``: ``0 or >= 2``. Another text raises
+    ``ValueError``.
     """
     tests = [_interval(part, text) for part in text.split(" or ")]
     return lambda value: -LARGEST <= value <= LARGEST and any(test(value) for test in tests)
@@ -159,15 +162,17 @@ class Option:
         neutral: The constructor's default.
         help: The meaning. That of a special value comes last, after a semicolon.
         values: For a number, its range. For a text, the allowed names or texts.
-        accepts: Returns False, or raises a ValueError, for a value of the right type that
-            is not allowed.
-        unset: The key's value that selects the constructor's default, such as -1 for
-            None.
-        like: Names that may occur in a text, the nearest of which an error suggests.
+        accepts: Returns False, or raises a ValueError, for a value of the right
+            type that is not allowed.
+        unset: The key's value that selects the constructor's default, such as -1
+            for None.
+        like: Names that may occur in a text, the nearest of which an error
+            suggests.
         used: What the option belongs to, beside its class. None: nothing else.
-        read: Converts the key's value to the field's value. None: they are the same.
-        hidden: Whether it is an argument in Python alone, with a key only if a run's
-            ``setup`` declares one.
+        read: Converts the key's value to the field's value. None: they are the
+            same.
+        hidden: Whether it is an argument in Python alone, with a key only if a
+            run's ``setup`` declares one.
     """
 
     name: str
@@ -200,8 +205,8 @@ class Option:
         """Return a value in the key's type. Errors name it ``called``, or its key.
 
         Raises:
-            ValueError: The value is of another type, out of range, or cannot be written
-                to a file or sent.
+            ValueError: The value is of another type, out of range, or cannot be
+                written to a file or sent.
         """
         called, kind = called or self.name, type(self.default)
         if not isinstance(value, {int: Integral, float: Real}.get(kind, kind)) or isinstance(value, bool) is not (kind is bool):
@@ -232,15 +237,16 @@ def option(
     """Declare a field of an options class.
 
     Args:
-        neutral: The constructor's default. ``REQUIRED``: none. A class, such as ``dict``:
-            its constructor makes the default anew for each object.
+        neutral: The constructor's default. ``REQUIRED``: none. A class, such as
+            ``dict``: its constructor makes the default anew for each object.
         help: The meaning of the option.
-        values: For a number, its range (``range_of``). For a text, the allowed names or
-            texts.
-        check: Returns False, or raises a ValueError, for a value that is not allowed.
-            None: ``values`` decides, or ``read``.
+        values: For a number, its range (``range_of``). For a text, the allowed
+            names or texts.
+        check: Returns False, or raises a ValueError, for a value that is not
+            allowed. None: ``values`` decides, or ``read``.
         key: The run-config key. Default: the class's prefix and the field's name.
-        run: The run config's default. None: ``unset``, or the constructor's default.
+        run: The run config's default. None: ``unset``, or the constructor's
+            default.
         unset: The key's value that selects the constructor's default.
         more: The other attributes of ``Option``, by name.
     """
@@ -307,8 +313,9 @@ def own_options(kind: type) -> dict[str, Option]:
 def takes(options: Callable[P, Chosen]) -> Callable[[Callable[[Chosen], T]], Callable[P, T]]:
     """Return a decorator for a function that takes one object of the class ``options``.
 
-    The decorated function takes the object's fields instead. So ``@takes(FixBNOptions)``
-    on ``fixbn(options)`` lets users write ``fixbn(freeze_after=3)``.
+    The decorated function takes the object's fields instead. So
+    ``@takes(FixBNOptions)`` on ``fixbn(options)`` lets users write
+    ``fixbn(freeze_after=3)``.
     """
 
     def decorate(build: Callable[[Chosen], T]) -> Callable[P, T]:
@@ -349,8 +356,8 @@ def build(constructor: Callable[..., T], value_of: Callable[[str], Value], **com
 def keys_of(registry: Mapping[str, object]) -> dict[str, Option]:
     """Return the run-config keys of a registry's constructors (name -> constructor).
 
-    If they mean different things, the help says which means what. If their defaults or
-    allowed values differ, ``ValueError`` is raised.
+    If they mean different things, the help says which means what. If their defaults
+    or allowed values differ, ``ValueError`` is raised.
     """
     return dict(_keys_of(tuple(registry.items())))
 

@@ -38,14 +38,14 @@ class Measured:
         smallest: The smallest number of training samples of a client.
         middle: The median number.
         largest: The largest number.
-        classes: The effective number of classes of a client: exp(H(label | client)),
-            where H is the entropy.
+        classes: The effective number of classes of a client: exp(H(label |
+            client)), where H is the entropy.
         label_skew: 1 - H(label | client) / H(label): 0 if all clients have the same
             distribution of labels, 1 if each client has one class.
-        distance: The mean symmetric Kullback-Leibler divergence between two clients'
-            inputs of the first BatchNorm layer, in nats per channel.
-        by_labels: ``distance`` after the samples of each class were shuffled among the
-            clients: the part that label skew and chance explain.
+        distance: The mean symmetric Kullback-Leibler divergence between two
+            clients' inputs of the first BatchNorm layer, in nats per channel.
+        by_labels: ``distance`` after the samples of each class were shuffled among
+            the clients: the part that label skew and chance explain.
         batch_size: The batch size of the median client.
         participation: The share of the clients that take part in a round.
         local_steps: The local steps per round of the median client.
@@ -78,12 +78,13 @@ class Measured:
 def measure(config: RunConfig) -> Measured:
     """Measure the clients of a run before it begins: their samples, and how labels and features differ.
 
-    Only training samples of honest clients and the initial network are used. Features are
-    measured on at most ``SAMPLES`` samples of each of the first ``CLIENTS`` clients.
+    Only training samples of honest clients and the initial network are used.
+    Features are measured on at most ``SAMPLES`` samples of each of the first
+    ``CLIENTS`` clients.
 
     Raises:
-        ConfigError: The data are at the sites (``dataset='sites'``), or cannot be loaded
-            or divided.
+        ConfigError: The data are at the sites (``dataset='sites'``), or cannot be
+            loaded or divided.
     """
     if config.dataset == SITES:
         raise ConfigError(f"dataset={SITES!r}: the clients' data are at their sites, and cannot be measured here: run advise there")
@@ -151,8 +152,9 @@ def _entropy(counts: NDArray[np.int64]) -> float:
 def distance(means: Tensor, variances: Tensor, values: int, owners: NDArray[np.int64]) -> float:
     """Return the mean symmetric Kullback-Leibler divergence of two clients, in nats per channel; 0 for one.
 
-    ``means`` and biased ``variances`` are (N, C), by sample and channel; ``values`` is a
-    sample's number of values in a channel, and ``owners`` (N,) has each sample's client.
+    ``means`` and biased ``variances`` are (N, C), by sample and channel; ``values``
+    is a sample's number of values in a channel, and ``owners`` (N,) has each
+    sample's client.
     """
     clients = [torch.from_numpy(np.flatnonzero(owners == client)) for client in np.unique(owners)]
     statistics = [_together(means[mine], variances[mine], values) for mine in clients if len(mine) * values > 1]
@@ -185,8 +187,8 @@ def shuffled_within(owners: NDArray[np.int64], labels: NDArray[np.int64], rng: n
 def sample_moments(model: nn.Module, samples: Samples) -> tuple[Tensor, Tensor, int]:
     """Measure the inputs of the first BatchNorm layer, or of the network if it has none.
 
-    Return means and biased variances by sample and channel, (N, C) in float64, and a
-    sample's number of values in a channel.
+    Return means and biased variances by sample and channel, (N, C) in float64, and
+    a sample's number of values in a channel.
     """
     model = copied(model).eval()
     caught: list[Tensor] = []

@@ -1,7 +1,7 @@
 """Read the map, the accuracy of all methods in several regimes, and find the regime most like a federation.
 
-``python benchmarks/own_map_pages.py`` writes the regimes' file, ``map.json``, from its
-runs.
+``python benchmarks/own_map_pages.py`` writes the regimes' file, ``map.json``, from
+its runs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class Regime:
     Attributes:
         problem: The regime in words.
         accuracies: Method -> seed -> accuracy in percent after the last round.
-        rates: Method -> the learning rate of its runs, the best on validation samples.
-        separable: The smallest difference, in points, that separates two methods with 95
-            % confidence.
+        rates: Method -> the learning rate of its runs, the best on validation
+            samples.
+        separable: The smallest difference, in points, that separates two methods
+            with 95 % confidence.
     """
 
     name: str
@@ -84,8 +85,8 @@ def dump(regimes: Sequence[Regime]) -> str:
 def position(measured: Measured) -> NDArray[np.float64]:
     """Return the five numbers by which federations are compared, in the order of ``WEIGHTS``.
 
-    Label skew and feature shift are between 0 and 1; the others are logarithms to base
-    10.
+    Label skew and feature shift are between 0 and 1; the others are logarithms to
+    base 10.
     """
     lengths = np.log10([measured.batch_size, measured.participation, measured.local_steps])
     return np.array([measured.label_skew, measured.shift / (measured.shift + HALF_SHIFT), *lengths])
@@ -94,8 +95,8 @@ def position(measured: Measured) -> NDArray[np.float64]:
 def nearest(measured: Measured, regimes: Sequence[Regime]) -> Regime:
     """Return the regime nearest to a federation, of several the first.
 
-    A distance of 1 on an axis is that between the two regimes that are farthest apart on
-    it.
+    A distance of 1 on an axis is that between the two regimes that are farthest
+    apart on it.
     """
     there = np.array([position(regime.measured) for regime in regimes])
     span = np.ptp(there, axis=0)

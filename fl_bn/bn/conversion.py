@@ -107,8 +107,8 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
         method: for example ``methods.hbn()``.
 
     Raises:
-        Unconvertible: the network would compute something else, or a tensor cannot be
-            sent.
+        Unconvertible: the network would compute something else, or a tensor cannot
+            be sent.
         UnknownTensor: fl-bn does not know a tensor of a norm layer.
         TypeError: ``model`` is no network, or ``method`` is no method.
     """

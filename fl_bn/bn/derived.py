@@ -1,8 +1,8 @@
 """Recompute buffers of layers that compute weights (spectral norm, parametrizations).
 
-Spectral norm divides a weight by its largest singular value. Every training pass improves
-its buffers ``u`` and ``v``. Their average does not belong to the averaged weight, so the
-server computes them.
+Spectral norm divides a weight by its largest singular value. Every training pass
+improves its buffers ``u`` and ``v``. Their average does not belong to the averaged
+weight, so the server computes them.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool =
 def plain_names(model: nn.Module) -> dict[str, str]:
     """Map the names in ``model``'s state_dict to those without wrappers.
 
-    These lack ``module.`` (DataParallel) and ``_orig_mod.`` (``torch.compile``). A user's
-    own submodule called ``module`` stays.
+    These lack ``module.`` (DataParallel) and ``_orig_mod.`` (``torch.compile``). A
+    user's own submodule called ``module`` stays.
     """
     return {name: _plain(model, name) for name in model.state_dict()}
 

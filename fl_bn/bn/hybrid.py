@@ -1,23 +1,24 @@
 """Normalise a training batch as HBN does, in plain operations or fused kernels.
 
-In one channel, a batch has ``n`` values with mean ``mu`` and variance ``var``. ``M`` and
-``V`` are the shared ones. With ``a = sigmoid(logit)``, HBN computes
+In one channel, a batch has ``n`` values with mean ``mu`` and variance ``var``.
+``M`` and ``V`` are the shared ones. With ``a = sigmoid(logit)``, HBN computes
 
     m = a mu + (1 - a) M        v = a var + (1 - a) V        r = 1 / sqrt(v + eps)        y = (x - m) r weight + bias
 
-With the upstream gradient ``g``, ``S = sum g`` and ``D = sum g (x - m)``, it follows that
+With the upstream gradient ``g``, ``S = sum g`` and ``D = sum g (x - m)``, it
+follows that
 
     dbias = S        dweight = r D        dm = -r weight S        dv = -r^3 weight D / 2
     dlogit = a (1 - a) (dm (mu - M) + dv (var - V)) = (1 - a) (dm (m - M) + dv (v - V))
     dx = r weight g + (a / n) (dm + 2 dv (x - mu))
 
-Called with mean ``m``, inverse standard deviation ``q`` and weight ``u``, BatchNorm's own
-backward kernel returns ``S``, ``q D`` and
+Called with mean ``m``, inverse standard deviation ``q`` and weight ``u``,
+BatchNorm's own backward kernel returns ``S``, ``q D`` and
 
     q u (g - S / n - (x - m) q^2 D / n)
 
-With ``q = sqrt(a) r`` and ``u = weight / sqrt(a)`` this is ``dx`` up to a constant per
-channel, as ``a (mu - m) = (1 - a) (m - M)``:
+With ``q = sqrt(a) r`` and ``u = weight / sqrt(a)`` this is ``dx`` up to a constant
+per channel, as ``a (mu - m) = (1 - a) (m - M)``:
 
     dx = kernel - (1 - a) (dm + 2 dv (m - M)) / n
 """
@@ -47,8 +48,9 @@ def mixture(mix_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor]) ->
 def normalise(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor], eps: float) -> Tensor:
     """Normalise ``x`` by fused kernels with the mixture of its moments and the shared statistics.
 
-    Tensors but ``x`` are all float32 or all float64. The gradient for ``x`` respects that
-    ``batch`` depends on it. Inside ``torch.func`` and ``torch.compile`` use ``plain``.
+    Tensors but ``x`` are all float32 or all float64. The gradient for ``x``
+    respects that ``batch`` depends on it. Inside ``torch.func`` and
+    ``torch.compile`` use ``plain``.
 
     Args:
         x: a batch (B, C, *).

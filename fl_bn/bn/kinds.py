@@ -1,8 +1,8 @@
 """Make layer classes at run time, and describe BatchNorm layers that do more.
 
 ``composed`` combines a way of computing with the replaced layer's class. So
-``isinstance(layer, nn.BatchNorm2d)`` stays true, and a user's attributes and methods
-stay.
+``isinstance(layer, nn.BatchNorm2d)`` stays true, and a user's attributes and
+methods stay.
 
 A subclass of torch's BatchNorm with its own forward is refused until
 ``register_batch_norm`` describes it.
@@ -70,8 +70,8 @@ class Kind:
 
     Attributes:
         then: names of the submodules that the layer calls in turn on its output.
-        convert: turns such a layer into torch's BatchNorm with these submodules. None if
-            it is a subclass of torch's BatchNorm.
+        convert: turns such a layer into torch's BatchNorm with these submodules.
+            None if it is a subclass of torch's BatchNorm.
     """
 
     then: tuple[str, ...] = ()
@@ -94,8 +94,8 @@ def register_batch_norm(kind: type[nn.Module], then: Sequence[str] = (), convert
     Args:
         kind: the layers' class, without its subclasses.
         then: names of the submodules that such a layer calls in turn on its output.
-        convert: returns torch's BatchNorm with the submodules of ``then``. Needed if
-            ``kind`` is no subclass of torch's BatchNorm.
+        convert: returns torch's BatchNorm with the submodules of ``then``. Needed
+            if ``kind`` is no subclass of torch's BatchNorm.
     """
     if not issubclass(kind, _BatchNorm) and convert is None:
         raise ValueError(

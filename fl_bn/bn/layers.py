@@ -1,10 +1,11 @@
 """Define BatchNorm layers: one class per way of normalising a training batch.
 
-In evaluation, all are plain BatchNorm. ``frozen`` and ``observation`` are attributes,
-which a training loop does not change by ``train()`` or by removing hooks.
+In evaluation, all are plain BatchNorm. ``frozen`` and ``observation`` are
+attributes, which a training loop does not change by ``train()`` or by removing
+hooks.
 
-Inputs have 0 to 3 spatial dimensions, as in the replaced layer, and channels at dimension
-1.
+Inputs have 0 to 3 spatial dimensions, as in the replaced layer, and channels at
+dimension 1.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class OwnBatchNorm(Composed, _BatchNorm):
     """Base of this project's BatchNorm layers.
 
     Attributes:
-        frozen: whether the layer normalises with its running statistics and does not
-            update them, also in training mode.
+        frozen: whether the layer normalises with its running statistics and does
+            not update them, also in training mode.
         observation: records the layer's inputs, if any. Copies have none.
         refills: whether ``reset_running_stats`` was called (by ``update_bn``, say).
             Training then works as in torch's BatchNorm, up to the next round.
@@ -70,9 +71,10 @@ class SharedNorm(OwnBatchNorm):
     """Base of layers that normalise training batches unlike torch.
 
     Attributes:
-        then: names of submodules (an activation, say) that the layer calls in turn on its
-            output.
-        held_with_affine: whether statistics count as frozen if the affine parameters are.
+        then: names of submodules (an activation, say) that the layer calls in turn
+            on its output.
+        held_with_affine: whether statistics count as frozen if the affine
+            parameters are.
     """
 
     then: tuple[str, ...] = ()
@@ -86,7 +88,8 @@ class SharedNorm(OwnBatchNorm):
         """Make a layer of this class from ``layer``, with its tensors, mode, hooks and attributes.
 
         Raises:
-            Unconvertible: ``layer`` has no running statistics, or ``momentum=None``.
+            Unconvertible: ``layer`` has no running statistics, or
+                ``momentum=None``.
         """
         if layer.running_mean is None or layer.momentum is None:
             raise Unconvertible(
@@ -139,7 +142,8 @@ class HybridBatchNorm(SharedNorm):
 
     In training, ``mean = a * batch + (1 - a) * shared`` with ``a =
     sigmoid(mixing_logit)``, and the same for the (biased) variance. Gradients flow
-    through the batch statistics and ``a``. Evaluation uses the shared statistics alone.
+    through the batch statistics and ``a``. Evaluation uses the shared statistics
+    alone.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -275,9 +279,10 @@ def in_place_of(new: M, layer: _BatchNorm) -> M:
 def freeze_statistics(model: nn.Module, frozen: bool = True, layers: Container[str] | None = None) -> None:
     """Freeze BatchNorm layers' running statistics, or end the freeze, in place.
 
-    A frozen layer trains with its running statistics and does not update them (FixBN,
-    stage II), whatever ``model.train()`` does. Affine parameters still learn. ``layers``
-    freeze, by default all. The freeze of the others ends, and every layer's ``refills``.
+    A frozen layer trains with its running statistics and does not update them
+    (FixBN, stage II), whatever ``model.train()`` does. Affine parameters still
+    learn. ``layers`` freeze, by default all. The freeze of the others ends, and
+    every layer's ``refills``.
     """
     for name, layer in batch_norms(model).items():
         if isinstance(layer, OwnBatchNorm):

@@ -1,7 +1,7 @@
 """Find and copy a network's modules, and keep parts in evaluation mode in training.
 
-Fine-tuning recipes freeze a backbone so: by ``net.train(); net.backbone.eval()`` before
-fl-bn gets it, or by an own ``train()``.
+Fine-tuning recipes freeze a backbone so: by ``net.train(); net.backbone.eval()``
+before fl-bn gets it, or by an own ``train()``.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def _visit(modules: Mapping[str, nn.Module | None], prefix: str, found: dict[nn.
 def copied(model: M) -> M:
     """Copy a network deeply.
 
-    ``copy.deepcopy`` refuses computed tensors, such as those of ``nn.utils.weight_norm``.
-    The copy has them as constants. A tensor whose entries share memory (``expand``)
-    becomes writable. Functions are not copied: a lambda in an attribute calls the
-    original network.
+    ``copy.deepcopy`` refuses computed tensors, such as those of
+    ``nn.utils.weight_norm``. The copy has them as constants. A tensor whose entries
+    share memory (``expand``) becomes writable. Functions are not copied: a lambda
+    in an attribute calls the original network.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -90,8 +90,8 @@ def train_mode(model: nn.Module) -> None:
 def frozen_affine(model: nn.Module) -> set[str]:
     """Return the FBN, HBN and Static BN layers whose affine parameters are frozen.
 
-    Their running statistics count as frozen, too. For a layer without affine parameters,
-    those of the nearest module around it that has any count.
+    Their running statistics count as frozen, too. For a layer without affine
+    parameters, those of the nearest module around it that has any count.
     """
     modules = named_modules(model)
     return {name for name, layer in modules.items() if getattr(layer, "held_with_affine", False) and _is_frozen(name, modules)}

@@ -1,10 +1,11 @@
 """Compute moments (count, mean, variance per channel), and combine them.
 
-FBN's Algorithm 2 is ``ema(shared, pool(moments of training batches), momentum)``. HBN's
-equations 8 and 11 use the moments of a pass before training. ``plain_average`` is the
-negative control.
+FBN's Algorithm 2 is ``ema(shared, pool(moments of training batches), momentum)``.
+HBN's equations 8 and 11 use the moments of a pass before training.
+``plain_average`` is the negative control.
 
-A batch's moments have its dtype, but at least float32. All else is computed in float64.
+A batch's moments have its dtype, but at least float32. All else is computed in
+float64.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def inside_transform() -> bool:
 def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute mean and biased variance (C,) of a batch. Gradients flow through both.
 
-    On a CPU this is several times faster than ``torch.var_mean`` and ``F.batch_norm``,
-    without the cancellation of ``E[x^2] - E[x]^2``.
+    On a CPU this is several times faster than ``torch.var_mean`` and
+    ``F.batch_norm``, without the cancellation of ``E[x^2] - E[x]^2``.
 
     Args:
         x: a batch (B, C, *). Half precision is computed in float32.
@@ -125,9 +126,10 @@ def stack(parts: Sequence[Moments]) -> tuple[Tensor, Tensor, Tensor]:
 def pool(parts: Sequence[Moments], average: Average = weighted_mean) -> Moments:
     """Compute the moments of the union of the data of ``parts``.
 
-    By the law of total variance, the variance is the average of ``var + (mean - common
-    mean)^2``. With the default ``average``, this is exact up to rounding. A robust
-    ``average`` replaces the averages of both mean and variance (FBN, section 5).
+    By the law of total variance, the variance is the average of ``var + (mean -
+    common mean)^2``. With the default ``average``, this is exact up to rounding. A
+    robust ``average`` replaces the averages of both mean and variance (FBN, section
+    5).
 
     Args:
         parts: moments of disjoint data, such as clients'.
@@ -156,8 +158,8 @@ def ema(shared: Running, new: Moments, momentum: float) -> Running:
 
     Args:
         shared: running statistics.
-        new: the observation, at least two values per channel. Its unbiased variance is
-            taken.
+        new: the observation, at least two values per channel. Its unbiased variance
+            is taken.
         momentum: weight of the *new* observation, from 0 to 1.
     """
     return Running(

@@ -51,8 +51,8 @@ def learns_from_pass(module: nn.Module) -> bool:
 def whole(x: Tensor) -> Tensor:
     """Return ``x`` as an ordinary tensor without gradients, also inside ``torch.func``.
 
-    In a ``torch.func.vmap`` over B samples, ``x`` looks like one sample (1, C, *). The
-    result is (B, C, *), where nested ``vmap`` merge into dimension 0.
+    In a ``torch.func.vmap`` over B samples, ``x`` looks like one sample (1, C, *).
+    The result is (B, C, *), where nested ``vmap`` merge into dimension 0.
     """
     functorch = torch._C._functorch
     while torch._C._are_functorch_transforms_active() and functorch.is_functorch_wrapped_tensor(x):
@@ -119,7 +119,8 @@ class Observation(Uncopied):
     def __call__(self, layer: nn.Module, x: Tensor, batch: tuple[Tensor, Tensor] | None = None) -> None:
         """Record the moments of ``x`` (B, C, *), if ``counts`` says so.
 
-        ``batch`` is mean and biased variance of ``x``, if the layer has computed them.
+        ``batch`` is mean and biased variance of ``x``, if the layer has computed
+        them.
         """
         if self._outer is not None:
             self._outer(layer, x, batch)
@@ -142,16 +143,17 @@ def observe(
 ) -> Iterator[dict[str, list[Moments]]]:
     """Record the moments of every BatchNorm input during the ``with`` block.
 
-    Layers frozen by the owner (``held_layers``) are left out. fl-bn's layers record by
-    ``observation``, torch's by a hook, which has no effect in a compiled network.
+    Layers frozen by the owner (``held_layers``) are left out. fl-bn's layers record
+    by ``observation``, torch's by a hook, which has no effect in a compiled
+    network.
 
     Args:
         model: the network.
-        measure: ``(layer, moments of the input) -> moments`` to record. None: the given
-            ones.
+        measure: ``(layer, moments of the input) -> moments`` to record. None: the
+            given ones.
         counts: ``(layer, x) -> bool``: whether to record. None: always.
-        values: applied to an input inside ``torch.func``. With ``whole``, the samples of
-            all ``vmap`` dimensions are one batch.
+        values: applied to an input inside ``torch.func``. With ``whole``, the
+            samples of all ``vmap`` dimensions are one batch.
 
     Yields:
         A list per layer name, with one ``Moments`` per forward pass.

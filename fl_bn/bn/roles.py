@@ -31,18 +31,18 @@ class Role(Enum):
     Attributes:
         WEIGHT: learnable, outside norm layers.
         AFFINE: scale and shift of a BatchNorm layer.
-        OTHER_AFFINE: scale and shift of LayerNorm, GroupNorm and the like, shared as
-            weights.
+        OTHER_AFFINE: scale and shift of LayerNorm, GroupNorm and the like, shared
+            as weights.
         STATISTIC: running mean and variance.
         MIXING: HBN's mixing logits, one learnable number per channel.
         COUNTER: an integer such as num_batches_tracked, never averaged.
-        BATCHES: num_batches_tracked of a cumulative average (momentum=None). The server
-            adds the median of the clients' local steps, and sends the sum. Clients never
-            send it.
+        BATCHES: num_batches_tracked of a cumulative average (momentum=None). The
+            server adds the median of the clients' local steps, and sends the sum.
+            Clients never send it.
         BUFFER: floating point, not learnable, outside norm layers: averaged.
         KEPT: a buffer that the client stores and never sends.
-        RECOMPUTED: a buffer that the server computes from the weights. Clients never send
-            it.
+        RECOMPUTED: a buffer that the server computes from the weights. Clients
+            never send it.
         CONSTANT: a buffer that training does not change. Only the server sends it.
     """
 
@@ -165,8 +165,8 @@ def set_buffer_roles(model: nn.Module, stated: Mapping[str, str]) -> nn.Module:
             ``recomputed`` or ``constant``. The last match counts.
 
     Raises:
-        ValueError: a role is unknown, a pattern has no match, or a buffer cannot have the
-            role.
+        ValueError: a role is unknown, a pattern has no match, or a buffer cannot
+            have the role.
     """
     buffers = {name: (module, key, tensor) for name, module, key, tensor in _free_buffers(model)}
     for pattern, role_name in stated.items():

@@ -1,7 +1,7 @@
 """Check this machine, and a run on it: run config, normalisation layers, data and batches.
 
-torch and Flower are imported inside the functions, so that ``fl-bn doctor`` works without
-them.
+torch and Flower are imported inside the functions, so that ``fl-bn doctor`` works
+without them.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ def own_form(node: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
 def site_experiment(overrides: str, node: Mapping[str, Any]) -> Iterator[Finding]:
     """Make all checks of a run on a site: run config, model, data and batches.
 
-    Without ``dataset`` in ``overrides``, the data are the site's own. If they cannot be
-    loaded, the checks that need them are left out. A wrong run config raises
-    ``ConfigError``.
+    Without ``dataset`` in ``overrides``, the data are the site's own. If they
+    cannot be loaded, the checks that need them are left out. A wrong run config
+    raises ``ConfigError``.
     """
     from fl_bn.run.assembly import allow_modules
     from fl_bn.run.config import RunConfig
@@ -144,8 +144,8 @@ def site_data(train: Samples, test: Samples, counts: Sequence[int], own: str, co
     """Check how many samples a site has, of what shape, and of which classes.
 
     ``own`` is the data set that the site names, if any. A class that is missing in
-    ``counts`` (samples per class) is a warning if the number of classes was ``counted``
-    from these data.
+    ``counts`` (samples per class) is a warning if the number of classes was
+    ``counted`` from these data.
     """
     missing = [str(label) for label, count in enumerate(counts) if not count]
     text = f"own data ({own})" if own else "no data of its own, so this checks a client's share of the run's"

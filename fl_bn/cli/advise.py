@@ -41,9 +41,9 @@ def advise(
 ) -> None:
     """Advise which method suits your clients.
 
-    It measures how your clients differ, and prints how accurate each method was on the
-    most similar clients we know. With --pilot, the best methods are compared on your
-    clients in short runs. Test data take no part.
+    It measures how your clients differ, and prints how accurate each method was on
+    the most similar clients we know. With --pilot, the best methods are compared on
+    your clients in short runs. Test data take no part.
     """
     from fl_bn.advise.measure import measure
     from fl_bn.advise.regimes import BASELINE, load, nearest

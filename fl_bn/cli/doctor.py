@@ -27,8 +27,8 @@ def doctor(
 ) -> None:
     """Check this machine before a run: versions, GPU, disks, network, certificates, data, model.
 
-    It prints one line per check: ok, warn or fail, what the check found, and what to do
-    about it. The exit code is 1 if a check fails, else 0.
+    It prints one line per check: ok, warn or fail, what the check found, and what
+    to do about it. The exit code is 1 if a check fails, else 0.
     """
     findings, stdout = [], sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # so that the output of the user's data function is not mixed with the findings

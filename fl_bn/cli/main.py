@@ -105,10 +105,10 @@ class WithKeys(TyperCommand):
 def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
     """Train once in this process, without Ray.
 
-    The ServerApp, the ClientApp, the run config and the files are those of `flwr run .`.
-    Ctrl-C leaves a folder with all results so far. `fl-bn resume` continues from the last
-    checkpoint in it. There is a checkpoint every 5 rounds, unless the key
-    checkpoint-every says otherwise.
+    The ServerApp, the ClientApp, the run config and the files are those of `flwr
+    run .`. Ctrl-C leaves a folder with all results so far. `fl-bn resume` continues
+    from the last checkpoint in it. There is a checkpoint every 5 rounds, unless the
+    key checkpoint-every says otherwise.
     """
     from fl_bn.run.errors import ConfigError
     from fl_bn.run.overrides import parse_overrides
@@ -198,8 +198,8 @@ def layers(
 ) -> None:
     """Show which normalisation layers a model has, and what a method does with each of their tensors.
 
-    The last line is the signature of the model, which must be the same at the server and
-    at all clients.
+    The last line is the signature of the model, which must be the same at the
+    server and at all clients.
     """
     from fl_bn import convert
     from fl_bn.bn.roles import parse_buffer_roles, roles, set_buffer_roles

@@ -21,8 +21,8 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 def new(name: Annotated[str, typer.Argument(help="the name of the app, and of the folder that is made for it here")]) -> None:
     """Make a Flower app of your own.
 
-    The app has a network with BatchNorm, data that need no download, and a method, so it
-    can be run at once.
+    The app has a network with BatchNorm, data that need no download, and a method,
+    so it can be run at once.
     """
     folder = Path(name)
     try:
@@ -37,7 +37,8 @@ def write(name: str, folder: Path) -> None:
     """Write the files of the new app ``name`` into the new ``folder``.
 
     Raises:
-        ValueError: The name, or its package's, is not allowed, or that of another module.
+        ValueError: The name, or its package's, is not allowed, or that of another
+            module.
         FileExistsError: The folder exists.
     """
     if not NAME.fullmatch(name):

@@ -81,8 +81,8 @@ def sweep(
 ) -> None:
     """Run every combination of the axes in a sweep file, then write a table, pictures and a page.
 
-    After an interruption, the same command continues. Given on several machines that
-    share the folder, it divides the runs among them.
+    After an interruption, the same command continues. Given on several machines
+    that share the folder, it divides the runs among them.
     """
     from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
@@ -124,8 +124,8 @@ def carry_out(
         dry_run: Check and list the cells, but run nothing.
         further: Makes pictures beyond those of ``write_report``.
 
-    Return the error of each failed cell, by its name. ``ConfigError``: the data or a
-    network is wrong.
+    Return the error of each failed cell, by its name. ``ConfigError``: the data or
+    a network is wrong.
     """
     from fl_bn.report import write_report
     from fl_bn.sweep import run
@@ -166,7 +166,8 @@ def report(
 ) -> None:
     """Write the report of a sweep's runs so far, or of several runs: table, curves, a page to read offline, and runs.csv.
 
-    Runs that differ only in the seed are one row of the table, and one line with a band.
+    Runs that differ only in the seed are one row of the table, and one line with a
+    band.
     """
     from fl_bn.report import write_report
     from fl_bn.run.config import ConfigError

@@ -26,8 +26,8 @@ def adapt(
 ) -> None:
     """Adapt the model of a finished run to a new client.
 
-    BatchNorm is fitted to the client's unlabelled data. The metrics before and after are
-    shown.
+    BatchNorm is fitted to the client's unlabelled data. The metrics before and
+    after are shown.
     """
     from fl_bn.federation.recalibration import HOW
     from fl_bn.run import adapt as adapting
@@ -72,8 +72,8 @@ def recalibrate(
     """Give every BatchNorm layer of a trained model the exact statistics of all clients' data.
 
     The command makes a federated run without training, which changes only running
-    statistics. A pass that goes layer by layer makes all layers exact. Otherwise, pass p
-    makes layers 1..p exact.
+    statistics. A pass that goes layer by layer makes all layers exact. Otherwise,
+    pass p makes layers 1..p exact.
     """
     from fl_bn.flower import RunFailed, run_in_process
     from fl_bn.run.overrides import parse_overrides

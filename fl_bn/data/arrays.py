@@ -30,11 +30,11 @@ Array = NDArray[np.generic]
 def load_npz(path: str, image_size: int) -> Dataset:
     """Load the data set ``npz`` from archives. Each is a domain with the file's name.
 
-    An archive has ``x_train``, ``y_train``, ``x_test`` and ``y_test``. Images are uint8
-    (N, H, H, C) or (N, H, H). Labels are integers (N,) from 0; the largest, plus one, is
-    the number of classes. For other tasks, targets are floats (N,) or (N, D)
-    (regression), or 0 or 1 (N, K) (multi-label). Grey images get three equal channels if
-    others are in colour. Pickled objects are never loaded.
+    An archive has ``x_train``, ``y_train``, ``x_test`` and ``y_test``. Images are
+    uint8 (N, H, H, C) or (N, H, H). Labels are integers (N,) from 0; the largest,
+    plus one, is the number of classes. For other tasks, targets are floats (N,) or
+    (N, D) (regression), or 0 or 1 (N, K) (multi-label). Grey images get three equal
+    channels if others are in colour. Pickled objects are never loaded.
 
     Args:
         path: the archives, separated by commas.
@@ -42,8 +42,8 @@ def load_npz(path: str, image_size: int) -> Dataset:
 
     Raises:
         DataNotFound: there is no such file.
-        DataError: there is no path, two files have one name, or an archive has another
-            form.
+        DataError: there is no path, two files have one name, or an archive has
+            another form.
     """
     files = paths(path)
     expect(bool(files), "npz", "data-path", "one .npz file, or several separated by commas", "none")
@@ -70,10 +70,11 @@ def load_function(name: str, path: str, image_size: int, modules: Modules | None
     """Load the data that a function of your own returns: ``function(path)``.
 
     The function may have a parameter ``image_size``. It returns ``x_train, y_train,
-    x_test, y_test`` as arrays or tensors, with targets as in ``load_npz``. Samples are
+    x_test, y_test`` as arrays or tensors, with targets as in ``load_npz``. Samples
+    are
 
-    * floats (N, ...) of any shape, which the network receives as float32, neither scaled
-      nor resized: ``image_size`` must be 0 or their size (1 for a table); or
+    * floats (N, ...) of any shape, which the network receives as float32, neither
+      scaled nor resized: ``image_size`` must be 0 or their size (1 for a table); or
     * square uint8 images (N, H, H) or (N, H, H, C) with 1 or 3 channels, which are
       resized.
 
@@ -87,7 +88,8 @@ def load_function(name: str, path: str, image_size: int, modules: Modules | None
 
     Raises:
         DataNotFound: the function raised FileNotFoundError.
-        ValueError: there is no such function, it failed, or its data have another form.
+        ValueError: there is no such function, it failed, or its data have another
+            form.
     """
     returned = _called(name, path, image_size, modules)
     four = isinstance(returned, tuple | list) and len(returned) == len(KEYS)

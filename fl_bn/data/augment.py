@@ -1,8 +1,8 @@
 """Change a batch of training images at random, as in the papers.
 
-The changes work on uint8 images before scaling, and draw from a generator that the caller
-seeds. So a client's batch is the same in every process, and when FedTAN repeats a step. A
-second call draws again.
+The changes work on uint8 images before scaling, and draw from a generator that the
+caller seeds. So a client's batch is the same in every process, and when FedTAN
+repeats a step. A second call draws again.
 
 Legend: B images, C channels, H height, W width.
 """
@@ -38,8 +38,8 @@ def augmenter(name: str, rng: np.random.Generator) -> Augment | None:
         rng: the generator from which each call draws.
 
     Returns:
-        The function, or None for "none". It raises ValueError unless inputs are uint8
-        images, and labels or masks suit.
+        The function, or None for "none". It raises ValueError unless inputs are
+        uint8 images, and labels or masks suit.
 
     Raises:
         ValueError: the name is unknown.
@@ -99,8 +99,8 @@ def flip_rotate(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor,
 def resized_crop(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
     """Cut out a random box, enlarge it to the image's size, then ``flip``.
 
-    It has 8 to 100 % of the area, and a width of 3/4 to 4/3 of its height, drawn as in
-    torchvision. No side is longer than the image's.
+    It has 8 to 100 % of the area, and a width of 3/4 to 4/3 of its height, drawn as
+    in torchvision. No side is longer than the image's.
     """
     area, log_ratio = rng.uniform(*SCALE, len(x)), rng.uniform(math.log(RATIO[0]), math.log(RATIO[1]), len(x))
     height, width = x.shape[2:]
@@ -128,9 +128,9 @@ def segmentation(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor
 def _sampled(x: Tensor, affine: np.ndarray[tuple[int, ...], np.dtype[np.float64]], mode: str) -> Tensor:
     """Transform images by matrices ``affine`` (B, 2, 3), as torch's ``affine_grid``.
 
-    A matrix maps a pixel's coordinates in the result to those in the image, in -1..1.
-    ``mode`` is the interpolation. Outside, the image is black for "nearest", else its
-    border is repeated.
+    A matrix maps a pixel's coordinates in the result to those in the image, in
+    -1..1. ``mode`` is the interpolation. Outside, the image is black for "nearest",
+    else its border is repeated.
     """
     theta = torch.from_numpy(affine).to(x.device, torch.float32)
     grid = functional.affine_grid(theta, list(x.shape), align_corners=False)

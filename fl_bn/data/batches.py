@@ -15,15 +15,15 @@ Indices = NDArray[np.int64]
 def to_input(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Convert samples to a network's input.
 
-    The constants for images are fixed. The data's own mean and deviation would centre
-    better, but would have to leave the clients before training.
+    The constants for images are fixed. The data's own mean and deviation would
+    centre better, but would have to leave the clients before training.
 
     >>> to_input(torch.tensor([0, 255], dtype=torch.uint8))
     tensor([-1.,  1.])
 
     Args:
-        x: uint8 images, which become -1..1; floats, which keep their values; or other
-            whole numbers (indices of an embedding), which stay.
+        x: uint8 images, which become -1..1; floats, which keep their values; or
+            other whole numbers (indices of an embedding), which stay.
         dtype: of images and floats in the result.
     """
     if x.dtype == torch.uint8:
@@ -38,8 +38,8 @@ class ClientTooSmall(ValueError):
 def epoch_batches(n: int, batch_size: int, rng: np.random.Generator, least: int = 2, drop_last: bool = False) -> list[Indices]:
     """Divide ``n`` samples into batches at random, for one pass.
 
-    The last batch may be smaller, but a single sample joins the batch before, since it
-    has no variance. With ``n < batch_size`` there is one batch.
+    The last batch may be smaller, but a single sample joins the batch before, since
+    it has no variance. With ``n < batch_size`` there is one batch.
 
     Args:
         n: number of samples.
@@ -75,9 +75,9 @@ def cuts(n: int, batch_size: int) -> list[int]:
 def distinct(n: int, batch_size: int, *, epochs: int = 0, steps: int = 0, drop_last: bool = False) -> int:
     """Return how many different samples the batches of ``draw_batches`` have.
 
-    It is 0 for a client too small for any batch, or of one sample, even with ``least=1``.
-    With ``drop_last`` and several passes it is a lower bound, since each pass leaves out
-    other samples.
+    It is 0 for a client too small for any batch, or of one sample, even with
+    ``least=1``. With ``drop_last`` and several passes it is a lower bound, since
+    each pass leaves out other samples.
     """
     n = whole(n, batch_size) if drop_last else n
     whole_pass = epochs > 0 or steps > len(cuts(n, batch_size))
@@ -106,8 +106,8 @@ def draw_batches(
     Raises:
         ClientTooSmall: ``n`` is below ``least``, or with ``drop_last`` below
             ``batch_size``.
-        ValueError: ``batch_size`` is below 2, or not exactly one of epochs and steps is
-            positive.
+        ValueError: ``batch_size`` is below 2, or not exactly one of epochs and
+            steps is positive.
     """
     _check(n, batch_size, least, drop_last)
     if min(epochs, steps) != 0 or max(epochs, steps) <= 0:

@@ -38,14 +38,15 @@ class Columns:
         classes: for each label, its text in the target's cells; empty for a number.
         target_scale: constants of a target that is a number.
         numeric: constants of numeric columns, in the order of the inputs.
-        categorical: categories of categorical columns. Each is an input of 0 or 1, after
-            the numeric columns.
+        categorical: categories of categorical columns. Each is an input of 0 or 1,
+            after the numeric columns.
         ignore: columns that are not used.
-        group: a column, such as the patient's, whose equal cells keep rows together in
-            training or test. Empty: none.
-        missing: for a missing cell, refuse the file, drop the row, or fill the cell.
-        unknown: for a category that is not listed, refuse the file, drop the row, or set
-            the column's inputs to zero.
+        group: a column, such as the patient's, whose equal cells keep rows together
+            in training or test. Empty: none.
+        missing: for a missing cell, refuse the file, drop the row, or fill the
+            cell.
+        unknown: for a category that is not listed, refuse the file, drop the row,
+            or set the column's inputs to zero.
         test_share: share of each file's rows to test on.
         seed: of the split into training and test rows.
         delimiter: character between cells.
@@ -86,8 +87,8 @@ def read_columns(folder: Path) -> Columns:
 
     Raises:
         DataNotFound: there is no such file.
-        DataError: the file is not TOML, or a key or value is missing, unknown or out of
-            range.
+        DataError: the file is not TOML, or a key or value is missing, unknown or
+            out of range.
     """
     file = folder / FILE
     try:

@@ -1,7 +1,7 @@
 """Load your own CSV files, one per site, described by a columns.toml.
 
-Cells are converted with constants of columns.toml alone, so a site's data do not change
-another's numbers.
+Cells are converted with constants of columns.toml alone, so a site's data do not
+change another's numbers.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Rows:
         x: inputs (N, inputs).
         y: labels or values (N,).
         groups: cells of the group column; empty without one.
-        note: how many rows were used and left out, and cells replaced. Empty: all were
-            used.
+        note: how many rows were used and left out, and cells replaced. Empty: all
+            were used.
     """
 
     x: NDArray[np.float32]
@@ -57,8 +57,8 @@ def load_csv(path: str, image_size: int) -> TableData:
     """Load the data set ``csv`` from CSV files. Each is a domain with the file's name.
 
     A file has a header line and a line per sample. ``columns.toml`` beside it names
-    target and columns, in any order (``Columns``). ``split`` draws the same test rows in
-    every run, by the seed in columns.toml.
+    target and columns, in any order (``Columns``). ``split`` draws the same test
+    rows in every run, by the seed in columns.toml.
 
     Args:
         path: a folder of ``*.csv``, or files, separated by commas.
@@ -66,8 +66,8 @@ def load_csv(path: str, image_size: int) -> TableData:
 
     Raises:
         DataNotFound: there is no such file or folder, or no columns.toml.
-        DataError: there is no path, two files have one name, an argument or columns.toml
-            is wrong, or a file is refused: ``part`` says where.
+        DataError: there is no path, two files have one name, an argument or
+            columns.toml is wrong, or a file is refused: ``part`` says where.
     """
     expect(image_size in (0, 1), "csv", "image-size", "0 or 1, as rows have no pixels", image_size)
     files = csv_files(path)
@@ -246,10 +246,10 @@ def place(line: int, column: str) -> str:
 def split(rows: Rows, columns: Columns) -> NDArray[np.bool_]:
     """Draw one file's test rows at random, as bool (N,).
 
-    The test share is drawn from each class, or from all rows if the target is a number. A
-    class of two or more rows has at least one row of each kind. If every class has one
-    row, one row of the file is a test row. With a group column, groups are drawn instead.
-    A file with one row, or one group, has no test row.
+    The test share is drawn from each class, or from all rows if the target is a
+    number. A class of two or more rows has at least one row of each kind. If every
+    class has one row, one row of the file is a test row. With a group column,
+    groups are drawn instead. A file with one row, or one group, has no test row.
     """
     owners = np.array(rows.groups) if rows.groups else np.arange(len(rows.y))
     # A group may have rows of several classes, so groups are drawn without regard to classes.

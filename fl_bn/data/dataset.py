@@ -42,10 +42,12 @@ def load(name: str, path: str = "", image_size: int = 0, modules: Modules | None
     """Load a data set by name. The process caches the last four.
 
     Args:
-        name: one of ``DATASETS``, or your own function as "package.module:function".
-        path: files or folders separated by commas (``npz``, ``folder``, ``csv``), or your
-            function's argument.
-        image_size: pixels along each side of the resized images. 0: the native size.
+        name: one of ``DATASETS``, or your own function as
+            "package.module:function".
+        path: files or folders separated by commas (``npz``, ``folder``, ``csv``),
+            or your function's argument.
+        image_size: pixels along each side of the resized images. 0: the native
+            size.
         modules: those that may hold your own function. None: any.
 
     Raises:

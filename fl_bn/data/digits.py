@@ -1,9 +1,9 @@
 """Make digits without a download: scikit-learn's, plain or blended into photographs.
 
 The blend is that of MNIST-M (Ganin et al., "Domain-adversarial training of neural
-networks", JMLR 2016): the absolute difference between a random patch of a photograph and
-the digit, in each colour channel. A linear model is right for 96 % of the plain digits,
-and for 66 % of the blended ones. The photograph is the domain.
+networks", JMLR 2016): the absolute difference between a random patch of a
+photograph and the digit, in each colour channel. A linear model is right for 96 %
+of the plain digits, and for 66 % of the blended ones. The photograph is the domain.
 
 Digits are enlarged in integers and draws are numpy's, so all machines get the same
 digits. The photographs are JPEGs, whose pixels may differ by one between decoders.

@@ -1,7 +1,7 @@
 """Draft a columns.toml by guessing what columns are. A person must correct it.
 
-It contains categories, rounded means and rounded deviations, so a site that receives it
-learns these values.
+It contains categories, rounded means and rounded deviations, so a site that
+receives it learns these values.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ MOST_CATEGORIES = 50  # a column with more different texts (names of persons, sa
 def draft(path: str, target: str, *, regression: bool = False, delimiter: str = ",") -> str:
     """Return the draft of a columns.toml for some CSV files.
 
-    A column of numbers is numeric. One of more than ``MOST_CATEGORIES`` texts, or of
-    none, is ignored. Others are categorical. Means and deviations are those of training
-    rows without a missing cell, rounded to two digits of the deviation.
+    A column of numbers is numeric. One of more than ``MOST_CATEGORIES`` texts, or
+    of none, is ignored. Others are categorical. Means and deviations are those of
+    training rows without a missing cell, rounded to two digits of the deviation.
 
     Args:
         path: a folder of CSV files, or files, separated by commas.
         target: name of the target column.
-        regression: whether the target is a number. If not, the classes are its different
-            texts by name, or numbers by value.
+        regression: whether the target is a number. If not, the classes are its
+            different texts by name, or numbers by value.
         delimiter: character between cells.
 
     Raises:
         DataNotFound: there is no such file.
-        DataError: ``delimiter`` is not allowed, a file is no CSV, or has no target or no
-            inputs.
+        DataError: ``delimiter`` is not allowed, a file is no CSV, or has no target
+            or no inputs.
     """
     expect(delimiter in DELIMITERS, path, "delimiter", f"one of {', '.join(map(repr, DELIMITERS))}", repr(delimiter))
     files = csv_files(path)

@@ -29,26 +29,26 @@ def load_folder(path: str, image_size: int) -> Dataset:
 
     Several folders, separated by commas, are domains of these names.
 
-    A class's label is the position of its name in ``path/classes.txt`` (one name per
-    line), or else among the sorted names of class folders in all given folders. A class
-    folder may be empty, or missing in a split. A classes.txt must list every class
-    folder, and be the same everywhere.
+    A class's label is the position of its name in ``path/classes.txt`` (one name
+    per line), or else among the sorted names of class folders in all given folders.
+    A class folder may be empty, or missing in a split. A classes.txt must list
+    every class folder, and be the same everywhere.
 
-    **Sites of one run must share one classes.txt.** Without it, a site of cat and dog and
-    a site of dog and fox number their classes differently, and the model learns
-    contradictory labels, unseen.
+    **Sites of one run must share one classes.txt.** Without it, a site of cat and
+    dog and a site of dog and fox number their classes differently, and the model
+    learns contradictory labels, unseen.
 
-    With ``image_size`` 0 a folder's images must be squares of one size, and are resized
-    to the largest folder's. Otherwise each image's largest centred square is resized to
-    ``image_size``. Images have 1 channel if all are grey, else 3. Transparency is
-    dropped, and pixels are used as stored. Hidden files and folders (``.name``) are
-    skipped. All other files of a class folder must be images.
+    With ``image_size`` 0 a folder's images must be squares of one size, and are
+    resized to the largest folder's. Otherwise each image's largest centred square
+    is resized to ``image_size``. Images have 1 channel if all are grey, else 3.
+    Transparency is dropped, and pixels are used as stored. Hidden files and folders
+    (``.name``) are skipped. All other files of a class folder must be images.
 
     Raises:
         DataNotFound: ``path``, ``train`` or ``test`` is not a folder.
-        DataError: there is no path, two folders have one name, a split has no images,
-            classes.txt is wrong, or a file is no image of 8 bits a channel. Or
-            ``image_size`` is 0, and images differ.
+        DataError: there is no path, two folders have one name, a split has no
+            images, classes.txt is wrong, or a file is no image of 8 bits a channel.
+            Or ``image_size`` is 0, and images differ.
     """
     roots = paths(path)
     expect(bool(roots), "folder", "data-path", "a folder that holds train/CLASS/* and test/CLASS/*, or several such folders", "none")
@@ -114,8 +114,8 @@ def read_picture(file: Path) -> Picture:
     """Read an image's pixels, grey (H, W) or in colour (H, W, 3).
 
     Raises:
-        DataError: Pillow cannot read the file, or it has several frames or more than 8
-            bits.
+        DataError: Pillow cannot read the file, or it has several frames or more
+            than 8 bits.
     """
     try:
         with Image.open(file) as image:

@@ -1,9 +1,9 @@
 """Divide a data set among clients. A seed fixes the division.
 
-Every client computes the whole partition for itself, so the same arguments must give the
-same result in every process. All randomness comes from ``numpy.random.SeedSequence``.
-flwr-datasets would bring half a gigabyte, and has neither disjoint classes nor similarity
-(FBN's gamma).
+Every client computes the whole partition for itself, so the same arguments must
+give the same result in every process. All randomness comes from
+``numpy.random.SeedSequence``. flwr-datasets would bring half a gigabyte, and has
+neither disjoint classes nor similarity (FBN's gamma).
 
 Each function returns one sorted int64 array of sample indices per client. They are
 disjoint and not empty. Together they hold every sample, unless stated otherwise.
@@ -39,12 +39,12 @@ def iid(labels: Labels, clients: int, seed: int) -> list[Indices]:
 def classes_per_client(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
     """Give each client ``k`` classes, and divide each class equally among its clients.
 
-    The numbers of clients per class differ by at most one. If ``clients * k`` is less
-    than the number of classes, the other classes have no client.
+    The numbers of clients per class differ by at most one. If ``clients * k`` is
+    less than the number of classes, the other classes have no client.
 
     Raises:
-        ValueError: ``k`` is not between 1 and the number of classes, or a client gets no
-            sample.
+        ValueError: ``k`` is not between 1 and the number of classes, or a client
+            gets no sample.
     """
     rng = _generator(len(labels), clients, seed)
     classes = np.unique(labels)
@@ -62,13 +62,15 @@ def classes_per_client(labels: Labels, clients: int, k: int, seed: int) -> list[
 def table(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
     """Give each of 5 clients ``k`` consecutive classes out of 10.
 
-    Client ``i`` has the classes ``(2 i + j) mod 10`` for ``j < k``, so ``k = 2`` gives
-    disjoint pairs, as in the authors' code. Every class is divided equally among its ``k
-    / 2`` clients. In the supplement's table for 6 classes, the fourth row has eight
-    entries of 1/6, which is more than 1. This function gives that client six classes.
+    Client ``i`` has the classes ``(2 i + j) mod 10`` for ``j < k``, so ``k = 2``
+    gives disjoint pairs, as in the authors' code. Every class is divided equally
+    among its ``k / 2`` clients. In the supplement's table for 6 classes, the fourth
+    row has eight entries of 1/6, which is more than 1. This function gives that
+    client six classes.
 
     Raises:
-        ValueError: there are not 5 clients and 10 classes, or ``k`` is another number.
+        ValueError: there are not 5 clients and 10 classes, or ``k`` is another
+            number.
 
     References:
         FedTAN (Wang, Shi, Chang), supplement D, tables of the class distributions.
@@ -84,20 +86,20 @@ def table(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
 def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min_samples: int = 2) -> list[Indices]:
     """Divide each class in proportions drawn from a symmetric Dirichlet distribution (label skew).
 
-    A draw that leaves a client fewer than ``min_samples`` samples is repeated, ten times
-    at most. Then random samples move, one by one, from the largest client to those that
-    are too small. With many clients and strong skew almost every draw fails. The smaller
-    ``concentration``, above 0, the stronger the skew. 2 samples are the least that have a
-    variance.
+    A draw that leaves a client fewer than ``min_samples`` samples is repeated, ten
+    times at most. Then random samples move, one by one, from the largest client to
+    those that are too small. With many clients and strong skew almost every draw
+    fails. The smaller ``concentration``, above 0, the stronger the skew. 2 samples
+    are the least that have a variance.
 
     Raises:
-        ValueError: ``concentration`` is not positive and finite, ``min_samples`` is below
-            1, or there are fewer than ``clients * min_samples`` samples.
+        ValueError: ``concentration`` is not positive and finite, ``min_samples`` is
+            below 1, or there are fewer than ``clients * min_samples`` samples.
 
-    References:
-        Yurochkin et al., "Bayesian nonparametric federated learning of neural networks",
-        ICML 2019, whose per-class draw this is; Hsu et al., "Measuring the effects of
-        non-identical data distribution for federated visual classification", 2019.
+    References: Yurochkin et al., "Bayesian nonparametric federated learning of
+        neural networks", ICML 2019, whose per-class draw this is; Hsu et al.,
+        "Measuring the effects of non-identical data distribution for federated
+        visual classification", 2019.
     """
     rng = _generator(len(labels), clients, seed)
     if not (concentration > 0 and math.isfinite(concentration)):
@@ -137,8 +139,8 @@ def _repaired(parts: list[Indices], min_samples: int, rng: np.random.Generator) 
 def similarity(labels: Labels, clients: int, similarity: float, seed: int) -> list[Indices]:
     """Draw a share of each client's data at random, and the rest sorted by label.
 
-    Sizes differ by at most one. ``similarity`` is the share: 0 gives as few classes as
-    possible, 1 a random division.
+    Sizes differ by at most one. ``similarity`` is the share: 0 gives as few classes
+    as possible, 1 a random division.
 
     Raises:
         ValueError: ``similarity`` is not in [0, 1].
@@ -165,7 +167,8 @@ def by_domain(domains: Labels, clients: int, seed: int) -> list[Indices]:
     Client ``i`` gets domain ``i`` modulo the number of domains.
 
     Raises:
-        ValueError: there are fewer clients than domains, or a client gets no sample.
+        ValueError: there are fewer clients than domains, or a client gets no
+            sample.
     """
     rng = _generator(len(domains), clients, seed)
     parts: list[Indices] = [np.empty(0, dtype=np.int64)] * clients
@@ -201,9 +204,8 @@ def natural(groups: Labels, clients: int, seed: int) -> list[Indices]:
     Raises:
         ValueError: there are not as many clients as groups.
 
-    References:
-        FixBN (Zhong, Chen, Chao), Cityscapes, city = client; Caldas et al., "LEAF: a
-        benchmark for federated settings", 2018, writer = client.
+    References: FixBN (Zhong, Chen, Chao), Cityscapes, city = client; Caldas et al.,
+        "LEAF: a benchmark for federated settings", 2018, writer = client.
     """
     _generator(len(groups), clients, seed)
     present = np.unique(groups)
@@ -234,14 +236,15 @@ def partition(
         labels: (N,). Kinds that need no labels accept masks (N, H, W).
         domains: (N,), for the kinds in ``BY_DOMAIN``.
         clients: number of clients.
-        parameter: classes per client ("classes", "table"), concentration ("dirichlet",
-            "domain-dirichlet") or similarity ("similarity"). Others ignore it.
+        parameter: classes per client ("classes", "table"), concentration
+            ("dirichlet", "domain-dirichlet") or similarity ("similarity"). Others
+            ignore it.
         seed: seed of the draws.
         sizes: "natural", or "equal" to cut all parts to one size.
 
     Raises:
-        ValueError: an argument is unknown or out of range, or the data lack domains or
-            labels.
+        ValueError: an argument is unknown or out of range, or the data lack domains
+            or labels.
     """
     check_name("partition", kind, KINDS)
     if kind in PARAMETRISED and (labels.ndim != 1 or labels.dtype.kind == "f"):
@@ -272,8 +275,8 @@ def _divide(kind: str, labels: Labels, domains: Labels | None, clients: int, par
 def label_counts(labels: Labels, parts: list[Indices], classes: int) -> Indices:
     """Count the samples of each class at each client, as (clients, classes).
 
-    Of masks, the labelled pixels are counted. Other targets have no single class: the
-    shape is (clients, 0).
+    Of masks, the labelled pixels are counted. Other targets have no single class:
+    the shape is (clients, 0).
     """
     if labels.dtype.kind == "f" or labels.ndim == 2:
         return np.zeros((len(parts), 0), dtype=np.int64)

@@ -34,7 +34,8 @@ class DataError(ValueError):
 
     Attributes:
         source: the file, data function or data set.
-        problem: what was expected, what is there, and what to do. It may quote the data.
+        problem: what was expected, what is there, and what to do. It may quote the
+            data.
         part: the array, or line and column; empty: all of ``source``.
     """
 
@@ -56,26 +57,26 @@ def expect(holds: bool, source: object, part: str, expected: str, found: object)
 class Dataset:
     """Hold a labelled set of images or measurements, in a training and a test split.
 
-    Images are square and uint8 (N, C, H, H). Measurements are finite float32 (N, ...),
-    which the network receives unchanged. A table (N, features) counts as images of one
-    pixel.
+    Images are square and uint8 (N, C, H, H). Measurements are finite float32 (N,
+    ...), which the network receives unchanged. A table (N, features) counts as
+    images of one pixel.
 
     Callers in a process share the tensors: do not write into them.
 
     Attributes:
         name: name of the set.
         x_train: images or measurements.
-        y_train: labels, int64 (N,) in ``[0, classes)``; sets of labels, int64 0 or 1 (N,
-            classes); or finite values, float32 (N,) or (N, classes).
+        y_train: labels, int64 (N,) in ``[0, classes)``; sets of labels, int64 0 or
+            1 (N, classes); or finite values, float32 (N,) or (N, classes).
         x_test: as ``x_train``.
         y_test: as ``y_train``.
         classes: number of a network's outputs.
-        domain_train: int64 (N,) indices into ``domains``, if there are several sources
-            (cameras, hospitals); else None.
+        domain_train: int64 (N,) indices into ``domains``, if there are several
+            sources (cameras, hospitals); else None.
         domain_test: as ``domain_train``.
         domains: names of the sources; may be empty.
-        counted: whether ``classes`` is the largest label plus one, since nobody stated
-            it.
+        counted: whether ``classes`` is the largest label plus one, since nobody
+            stated it.
         notes: what was left out or replaced in the files, in sentences.
 
     Raises:
@@ -177,7 +178,8 @@ def paths(text: str) -> list[Path]:
 def domains_of(sites: Sequence[Path], train: Sequence[int], test: Sequence[int]) -> dict[str, Any]:
     """Return the fields of ``Dataset`` about domains; empty for a single site.
 
-    ``train`` and ``test`` are the numbers of samples of each site, in the same order.
+    ``train`` and ``test`` are the numbers of samples of each site, in the same
+    order.
     """
     names = tuple(site.stem for site in sites)
     expect(len(set(names)) == len(names), sites[0], "", "a name of its own for each file or folder", ", ".join(names))

@@ -41,7 +41,8 @@ def only_domain(data: Dataset, name: str) -> Dataset:
     """Select the samples of domain ``name``, as a data set without domains.
 
     Raises:
-        DataError: there is no such domain, or it has no training or no test samples.
+        DataError: there is no such domain, or it has no training or no test
+            samples.
     """
     index, train, test = _domain(data, name)
     return data.select(train == index, test == index, domain_train=None, domain_test=None, domains=())
@@ -72,8 +73,8 @@ class HeldOut:
 def hold_out(data: Dataset, parts: list[Indices], share: float, seed: int) -> HeldOut:
     """Hold out ``share`` of every client's training samples in place of the test split.
 
-    They are drawn at random for each client separately, so they do not depend on other
-    clients. A client keeps at least two samples, or all if it has fewer.
+    They are drawn at random for each client separately, so they do not depend on
+    other clients. A client keeps at least two samples, or all if it has fewer.
 
     Raises:
         DataError: no client has a sample to hold out.

@@ -1,7 +1,7 @@
 """Average vectors over a cohort, layer by layer, in a forward or backward pass.
 
-A carrier (transport) is a gRPC service, replay in Flower messages, or threads in one
-process.
+A carrier (transport) is a gRPC service, replay in Flower messages, or threads in
+one process.
 """
 
 from fl_bn.exchange.call import Layer

@@ -1,7 +1,7 @@
 """Define FedTAN's operation: ``exchange(key, local, count)`` averages over the cohort.
 
-Algorithms 2 and 3 of FedTAN's paper average moments of a layer's input in the forward
-pass, and gradients with respect to these moments in the backward pass.
+Algorithms 2 and 3 of FedTAN's paper average moments of a layer's input in the
+forward pass, and gradients with respect to these moments in the backward pass.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Run the exchange in one process: a thread per client, of which one runs at a time.
 
-When a client waits for an answer, the next thread runs, in a fixed order, with its own
-state of torch's random generators. So results do not depend on how threads are scheduled,
-dropout is the same as when clients run one after the other, and models need not be
-thread-safe.
+When a client waits for an answer, the next thread runs, in a fixed order, with its
+own state of torch's random generators. So results do not depend on how threads are
+scheduled, dropout is the same as when clients run one after the other, and models
+need not be thread-safe.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class LocalExchange:
     """Take part in a layer-wise exchange, while the cohort's others run in the same process.
 
     Raises:
-        ExchangeFailed: the token or the thread is wrong, the session refuses the client,
-            or not all join.
+        ExchangeFailed: the token or the thread is wrong, the session refuses the
+            client, or not all join.
     """
 
     def __init__(self, token: str, batch: int) -> None:

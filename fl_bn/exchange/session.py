@@ -1,7 +1,7 @@
 """Run the server's half of a round's exchange: who takes part, is missing, or is late.
 
-A carrier passes requests to ``submit`` and answers to the clients, and calls ``expire``
-regularly.
+A carrier passes requests to ``submit`` and answers to the clients, and calls
+``expire`` regularly.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Traffic:
 def reduce(requests: list[Local], batches: list[int], average: Average = weighted_mean) -> torch.Tensor:
     """Combine requests' vectors, in client order, to the cohort's vector (d,) in float64.
 
-    ``average`` combines values (n, d) of n clients to one vector (d,), with weights (n,).
+    ``average`` combines values (n, d) of n clients to one vector (d,), with weights
+    (n,).
     """
     values = torch.stack([request.values for request in requests]).double()
     counts = torch.tensor([request.count for request in requests], dtype=torch.float64)
@@ -64,20 +65,21 @@ def exchanged_layers(model: nn.Module, names: Collection[str]) -> dict[str, Laye
 class Session:
     """Run the exchange of one round at the server. Several threads may call its methods.
 
-    The session drops a client that dies, sends a wrong request, or is late: at least half
-    of the active clients have waited for it for ``deadline`` seconds. The time does not
-    count while fewer wait, so a fast client does not cause others to be dropped while
-    they still train.
+    The session drops a client that dies, sends a wrong request, or is late: at
+    least half of the active clients have waited for it for ``deadline`` seconds.
+    The time does not count while fewer wait, so a fast client does not cause others
+    to be dropped while they still train.
 
     Args:
         average: as in ``reduce``.
-        policy: after a client is dropped, ``abort`` fails the round, ``shrink`` goes on.
+        policy: after a client is dropped, ``abort`` fails the round, ``shrink``
+            goes on.
         deadline: seconds after which a client is late with a vector.
-        join_deadline: seconds without another client that joins, after which the missing
-            ones are late.
+        join_deadline: seconds without another client that joins, after which the
+            missing ones are late.
         samples: each client's number of samples, the most for its batch.
-        believing: whether clients count as they report. False, with robust rules: each
-            counts with the median, so that no client decides its own weight.
+        believing: whether clients count as they report. False, with robust rules:
+            each counts with the median, so that no client decides its own weight.
     """
 
     def __init__(
@@ -122,8 +124,8 @@ class Session:
     def submit(self, client: int, request: Request, deliver: Deliver) -> None:
         """Accept a request of ``client``, or drop it for a wrong one.
 
-        ``deliver`` gets the answer once all active clients have sent requests, or the
-        reason for having none.
+        ``deliver`` gets the answer once all active clients have sent requests, or
+        the reason for having none.
         """
         with self._lock:
             if reason := self.out(client):
@@ -248,9 +250,9 @@ class Session:
     def _agree(self, keys: Mapping[int, Key], left: set[int]) -> bool:
         """Check that all clients sent the same key, and that none has finished too early.
 
-        Clients without the majority's key are dropped. Without a majority, the round
-        fails. The vote waits for every active client, to count those that are about to
-        finish (``left``).
+        Clients without the majority's key are dropped. Without a majority, the
+        round fails. The vote waits for every active client, to count those that are
+        about to finish (``left``).
         """
         said: dict[int, Key | None] = {**keys, **dict.fromkeys(left)}
         (right, top), *others = Counter(said.values()).most_common()

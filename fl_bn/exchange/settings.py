@@ -25,8 +25,8 @@ class Certificates:
 
     Attributes:
         certificate: It must be valid for the host name that clients use.
-        authority: The signing authority's certificate, which clients get in their train
-            message.
+        authority: The signing authority's certificate, which clients get in their
+            train message.
     """
 
     certificate: Path
@@ -52,14 +52,17 @@ class ExchangeSettings(Options):
     (``flower.deployment``).
 
     Attributes:
-        carrier: ``grpc`` is a gRPC service in the ServerApp's process. ``replay`` uses
-            Flower messages. ``local`` needs all clients in one process. ``auto`` chooses
-            ``local`` if it can, else ``grpc`` if the whole cohort can run at once, else
-            ``replay``.
-        policy: After a client is dropped, ``abort`` fails the round, ``shrink`` goes on.
-        deadline: Seconds that an exchange waits for late clients, once half of them wait.
+        carrier: ``grpc`` is a gRPC service in the ServerApp's process. ``replay``
+            uses Flower messages. ``local`` needs all clients in one process.
+            ``auto`` chooses ``local`` if it can, else ``grpc`` if the whole cohort
+            can run at once, else ``replay``.
+        policy: After a client is dropped, ``abort`` fails the round, ``shrink``
+            goes on.
+        deadline: Seconds that an exchange waits for late clients, once half of them
+            wait.
         bind: Empty: loopback if ``host`` is a loopback address, else all addresses.
-        certificates: Needed for connections from other machines, if not ``insecure``.
+        certificates: Needed for connections from other machines, if not
+            ``insecure``.
         insecure: Set it only if Flower's own connections are unencrypted, too.
 
     Raises:

@@ -1,7 +1,7 @@
 """Combine the clients' replies: average weights, combine statistics, or defend both.
 
-Large tensors are processed in blocks that fit into the cache. A ``Defence`` is for runs
-in which some clients may be Byzantine (send false values).
+Large tensors are processed in blocks that fit into the cache. A ``Defence`` is for
+runs in which some clients may be Byzantine (send false values).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def fits(tensor: Tensor, dtype: torch.dtype) -> bool:
 class WeightedSum:
     """Sum named tensors, each times its weight, in float64, in the order of ``add``.
 
-    Large tensors are added block by block, without a float64 copy. ``total`` sums the
-    weights.
+    Large tensors are added block by block, without a float64 copy. ``total`` sums
+    the weights.
     """
 
     def __init__(self) -> None:
@@ -115,8 +115,9 @@ def combine(
 ) -> dict[str, Running]:
     """Combine the clients' moments into new shared statistics per layer, in float64.
 
-    A layer with fewer than two values per channel in total keeps its statistics. ``pace``
-    is the round's learning rate over that of round 1, ``scales`` as in ``SharedModel``.
+    A layer with fewer than two values per channel in total keeps its statistics.
+    ``pace`` is the round's learning rate over that of round 1, ``scales`` as in
+    ``SharedModel``.
     """
     new = dict(shared)
     average = weighted_mean if defence is None else defence.average
@@ -137,9 +138,9 @@ def combine(
 def difference(weight: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the pseudo-gradient ``weight - mean`` of a tensor or block, in the memory of ``mean``.
 
-    The average is first rounded to ``dtype``, that of the stored weights, so that an SGD
-    step with learning rate 1 gives it bit for bit. Otherwise one value in 40 could end at
-    the next float32.
+    The average is first rounded to ``dtype``, that of the stored weights, so that
+    an SGD step with learning rate 1 gives it bit for bit. Otherwise one value in 40
+    could end at the next float32.
     """
     return torch.sub(weight, mean.copy_(mean.to(dtype)), out=mean)
 
@@ -149,8 +150,8 @@ class Drift:
     """Describe how far one update moved the statistics.
 
     Attributes:
-        largest: The largest change of a running mean, in standard deviations by the old
-            statistics.
+        largest: The largest change of a running mean, in standard deviations by the
+            old statistics.
         layer: The layer with this change.
         min_var: The smallest new running variance.
         growth: The largest growth factor of a layer's mean running variance.
@@ -202,8 +203,8 @@ class TooFew(ValueError):
 class Defence:
     """Describe the rules against ``f`` Byzantine clients: for BN statistics and for updates.
 
-    An active defence replaces the numbers of samples, activations and steps that clients
-    claim by the median client's, so that all clients have the same weight.
+    An active defence replaces the numbers of samples, activations and steps that
+    clients claim by the median client's, so that all clients have the same weight.
 
     Attributes:
         f: The number of Byzantine clients that the rules withstand, at least 0.
@@ -237,8 +238,8 @@ class Defence:
     def among(self, n: int, refused: int) -> Defence:
         """Return the defence for ``n`` remaining replies, after ``refused`` wrong ones.
 
-        Refused clients may be honest. So ``f`` falls only until ``n`` are enough, and by
-        at most ``refused``.
+        Refused clients may be honest. So ``f`` falls only until ``n`` are enough,
+        and by at most ``refused``.
 
         Raises:
             TooFew: They are not enough for both rules. The message has the smallest
@@ -260,8 +261,8 @@ class Defence:
     def average(self) -> Average:
         """Return the rule for statistics: a function of values (a row per client) and counts.
 
-        If few clients ran a layer, it withstands as many Byzantine ones as these rows
-        allow.
+        If few clients ran a layer, it withstands as many Byzantine ones as these
+        rows allow.
         """
         if self.statistics == "mean":
             return _unweighted if self.active else weighted_mean
@@ -277,8 +278,9 @@ class Defence:
     def update(self, parts: Sequence[Named], origin: Named | None) -> tuple[dict[str, Tensor], Report]:
         """Combine the clients' updates by ``update_rule``, in float64. Return its report, too.
 
-        Updates are the differences of ``parts`` from ``origin``, the tensors that clients
-        started from and that are added to the result, or ``parts`` themselves without it.
+        Updates are the differences of ``parts`` from ``origin``, the tensors that
+        clients started from and that are added to the result, or ``parts``
+        themselves without it.
         """
         sizes = {name: tensor.numel() for name, tensor in parts[0].items()}
         rows = torch.empty(len(parts), sum(sizes.values()), dtype=torch.float64)

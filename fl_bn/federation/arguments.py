@@ -34,14 +34,15 @@ class FederationSpec(RunSpec):
     """Hold the options of a ``Federation``: every run's, and those of a run in this process.
 
     Args:
-        clip: ``auto``: gradients are clipped if the method needs it, all clients use SGD,
-            and the objective has no control variates. ``none``: gradients are not
-            clipped.
-        engine: ``sequential``: one client after the other. ``vectorised``: a cohort's
-            clients together, in one vectorised program, which needs ``SeededBatches``.
-        workers: The number of processes that compute clients, which changes no bit. 0:
-            this process, and worker processes once these save time, if clients train on a
-            CPU.
+        clip: ``auto``: gradients are clipped if the method needs it, all clients
+            use SGD, and the objective has no control variates. ``none``: gradients
+            are not clipped.
+        engine: ``sequential``: one client after the other. ``vectorised``: a
+            cohort's clients together, in one vectorised program, which needs
+            ``SeededBatches``.
+        workers: The number of processes that compute clients, which changes no bit.
+            0: this process, and worker processes once these save time, if clients
+            train on a CPU.
     """
 
     clip: str = declared(LocalTraining, "clip", "auto")
@@ -91,8 +92,10 @@ class Trials:
     """Make each client's optimiser once, on a copy of the network, to check it.
 
     Attributes:
-        optimizers: The id of each function in ``makers`` -> an optimiser that it made.
-        rate: The largest learning rate of all clients, which the schedule scales, if any.
+        optimizers: The id of each function in ``makers`` -> an optimiser that it
+            made.
+        rate: The largest learning rate of all clients, which the schedule scales,
+            if any.
         shares: Each client's rate as a share of ``rate``, by default 1.
 
     Raises:
@@ -134,8 +137,8 @@ def per_client(values: Sequence[Any] | Callable[[int], Any]) -> PerClient:
 def each(name: str, value: Any, clients: int, *, sequences: bool = True) -> tuple[Any, ...]:
     """Return the value of every client for the argument ``name``.
 
-    ``value`` is one for all, a ``PerClient``, or, if ``sequences``, a list or tuple with
-    one per client.
+    ``value`` is one for all, a ``PerClient``, or, if ``sequences``, a list or tuple
+    with one per client.
 
     Raises:
         ValueError: A value does not fit, or there are not as many as clients.
@@ -157,8 +160,8 @@ def tasks_of(task: Any, loss: Any, metrics: Any, clients: int) -> tuple[Task, ..
     Clients with equal values get the same object.
 
     Raises:
-        ValueError: A value or a metric's name does not fit, or there are not as many as
-            clients.
+        ValueError: A value or a metric's name does not fit, or there are not as
+            many as clients.
     """
     tasks, losses, further = each("task", task, clients), each("loss", loss, clients), each("metrics", metrics, clients)
     made: dict[tuple[int, int, int], Task] = {}

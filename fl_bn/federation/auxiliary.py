@@ -1,11 +1,12 @@
 """Describe what is sent or kept beside the model: control variates and momentum.
 
-A section of auxiliary tensors has one for every parameter that is shared and trained.
+A section of auxiliary tensors has one for every parameter that is shared and
+trained.
 
-Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao, appendix
-C.4, treats momentum between rounds in three ways. ``reset``: it starts from zeros.
-``local``: each client keeps its buffers. ``global``: the server averages them like
-weights and sends them back, which doubles the payload.
+Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao,
+appendix C.4, treats momentum between rounds in three ways. ``reset``: it starts
+from zeros. ``local``: each client keeps its buffers. ``global``: the server
+averages them like weights and sends them back, which doubles the payload.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Auxiliary:
     """Describe one section of auxiliary tensors in instructions and replies.
 
     The server's tensors start as zeros. With ``added``, a round adds the sum of the
-    clients' tensors divided by the number of all clients (SCAFFOLD). Otherwise their
-    average replaces them (momentum).
+    clients' tensors divided by the number of all clients (SCAFFOLD). Otherwise
+    their average replaces them (momentum).
 
     Attributes:
         scalar: Whether it has one number per parameter, such as Adam's step count.

@@ -27,12 +27,12 @@ class Running:
 
     Attributes:
         task: The task whose metrics are evaluated.
-        arrays: Returns a copy of the shared tensors as evaluated last, by their names in
-            your network's state_dict. In a round without an evaluation, they are the
-            round's, except under HBN and static BN. Tensors that clients keep are
-            missing: load the copy with ``strict=False``.
-        clients: Returns client -> all tensors of its own network, if clients keep tensors
-            and are in this process, else an empty dict.
+        arrays: Returns a copy of the shared tensors as evaluated last, by their
+            names in your network's state_dict. In a round without an evaluation,
+            they are the round's, except under HBN and static BN. Tensors that
+            clients keep are missing: load the copy with ``strict=False``.
+        clients: Returns client -> all tensors of its own network, if clients keep
+            tensors and are in this process, else an empty dict.
         history: The earlier rounds' records, in a continued run.
     """
 
@@ -45,8 +45,8 @@ class Running:
     def stop(self, reason: str) -> None:
         """End the run after this round, with the metrics of the last evaluation.
 
-        The model is that of this round, but under HBN and static BN as evaluated last. Of
-        several reasons, the log has the first one.
+        The model is that of this round, but under HBN and static BN as evaluated
+        last. Of several reasons, the log has the first one.
         """
         self.reason = self.reason or reason
 
@@ -124,11 +124,11 @@ class Best(Callback):
 
     Args:
         metric: The metric. Default: the task's own, such as ``accuracy``.
-        higher_is_better: Default: as the task declares for its own metric. For another
-            one, lower is better if its name contains ``loss``, ``error`` or the like, as
-            in ``eval_loss``.
-        least: By how much an evaluation must improve the best value to count as better, a
-            number >= 0.
+        higher_is_better: Default: as the task declares for its own metric. For
+            another one, lower is better if its name contains ``loss``, ``error`` or
+            the like, as in ``eval_loss``.
+        least: By how much an evaluation must improve the best value to count as
+            better, a number >= 0.
 
     Attributes:
         best: The best finite value so far; NaN before.
@@ -186,13 +186,13 @@ class EarlyStop(Best):
     >>> stop = EarlyStop(patience=3, metric="loss")  # Federation(..., callbacks=[stop])
 
     Args:
-        patience: So many evaluations in a row without a better value end the run; at
-            least 1.
+        patience: So many evaluations in a row without a better value end the run;
+            at least 1.
         metric: The metric. Default: the task's own.
-        higher_is_better: Default: as the task declares, or by the metric's name, see
-            ``Best``.
-        least: By how much an evaluation must improve the best value to count as better, a
-            number >= 0.
+        higher_is_better: Default: as the task declares, or by the metric's name,
+            see ``Best``.
+        least: By how much an evaluation must improve the best value to count as
+            better, a number >= 0.
 
     Raises:
         ValueError: ``patience`` is below 1, or ``least`` is negative or not finite.
@@ -213,8 +213,8 @@ class EarlyStop(Best):
 class KeepBest(Best):
     """Keep the model of the best evaluation in a safetensors file. It is always complete or absent.
 
-    The file has the tensors of ``Running.arrays``. If clients keep tensors and are in
-    this process, client 3's network, for example, is beside it in
+    The file has the tensors of ``Running.arrays``. If clients keep tensors and are
+    in this process, client 3's network, for example, is beside it in
     ``NAME-client-3.safetensors``.
 
     >>> from fl_bn import KeepBest
@@ -223,8 +223,8 @@ class KeepBest(Best):
     Args:
         path: The file.
         metric: The metric. Default: the task's own.
-        higher_is_better: Default: as the task declares, or by the metric's name, see
-            ``Best``.
+        higher_is_better: Default: as the task declares, or by the metric's name,
+            see ``Best``.
     """
 
     def __init__(self, path: str | Path, metric: str = "", higher_is_better: bool | None = None) -> None:

@@ -34,8 +34,8 @@ UNREADABLE = (KeyError, ValueError, TypeError, AttributeError, IndexError, Recur
 def write(path: Path, parts: Parts, about: Mapping[str, str]) -> None:
     """Write a checkpoint. An earlier one at ``path`` stays after an ``OSError``.
 
-    ``parts`` is part (a name without slash) -> name -> tensor. ``about`` has texts for
-    the metadata.
+    ``parts`` is part (a name without slash) -> name -> tensor. ``about`` has texts
+    for the metadata.
     """
     tensors = {f"{part}/{name}": tensor for part, own in parts.items() for name, tensor in own.items()}
     durable.save_tensors(path, tensors, {"format": FORMAT, **about})
@@ -87,10 +87,12 @@ class FederationState:
     """Hold the state of a ``Federation`` after a round.
 
     Attributes:
-        decides: The settings that a continuing federation must share, as text by name.
+        decides: The settings that a continuing federation must share, as text by
+            name.
         evaluated: Name -> shared tensor as evaluated last.
         auxiliary: ``section/name`` -> auxiliary tensor.
-        loaders: Per client, the states of its loader's generators (``local.generators``).
+        loaders: Per client, the states of its loader's generators
+            (``local.generators``).
     """
 
     round: int
@@ -127,7 +129,8 @@ class FederationState:
         """Read a state from ``path``.
 
         Raises:
-            Damaged: The file is incomplete, or it is no checkpoint of a ``Federation``.
+            Damaged: The file is incomplete, or it is no checkpoint of a
+                ``Federation``.
         """
         parts, about = read(path)
         if "federation" not in about:

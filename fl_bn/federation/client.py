@@ -2,11 +2,13 @@
 
 These modules do the parts of a round, in this order:
 
-* ``client_tensors`` loads the instruction and the client's state, and makes the next
-  ones.
-* ``client_pass`` measures statistics before training, or in a statistics-only exchange.
+* ``client_tensors`` loads the instruction and the client's state, and makes the
+  next ones.
+* ``client_pass`` measures statistics before training, or in a statistics-only
+  exchange.
 * ``auxiliary`` carries the optimiser's buffers from round to round.
-* ``recording`` records batches and steps, and runs FedTAN's exchange in the first batch.
+* ``recording`` records batches and steps, and runs FedTAN's exchange in the first
+  batch.
 * ``contract`` checks the network and the loop at the end of training.
 """
 
@@ -49,17 +51,19 @@ class LocalRound:
     """Carry out one client's half of one round: train inside ``open``, then call ``reply``.
 
     Args:
-        model: The network, converted for ``method``. The server's and the client's own
-            tensors are loaded into it.
+        model: The network, converted for ``method``. The server's and the client's
+            own tensors are loaded into it.
         kept: The client's state after its last round. Default: none.
-        settings: The settings of fl-bn's training loop. Default: for a user's own loop.
-        connect: Joins the layer-wise exchange of FedTAN or, in phase MEASURE, of a pass
-            layer by layer, see ``Connect``.
-        in_own_loop: Whether a user's loop trains the network, to which docs/contract.md
-            applies.
+        settings: The settings of fl-bn's training loop. Default: for a user's own
+            loop.
+        connect: Joins the layer-wise exchange of FedTAN or, in phase MEASURE, of a
+            pass layer by layer, see ``Connect``.
+        in_own_loop: Whether a user's loop trains the network, to which
+            docs/contract.md applies.
 
     Raises:
-        ValueError: The server's model or objective differs from those of this client.
+        ValueError: The server's model or objective differs from those of this
+            client.
         WireError: A tensor of the instruction is not as expected.
     """
 
@@ -132,8 +136,8 @@ class LocalRound:
     def open(self) -> Iterator[LocalRound]:
         """Prepare the model for training inside the block, and yield this round.
 
-        The model is in training mode, frozen where this round freezes it, and recorded if
-        the method reports statistics of training batches.
+        The model is in training mode, frozen where this round freezes it, and
+        recorded if the method reports statistics of training batches.
 
         Raises:
             ContractBroken: The network or the loop did not keep docs/contract.md.
@@ -198,8 +202,9 @@ class LocalRound:
     def batch(self, samples: int) -> None:
         """Say the number of samples of the first batch, before its forward pass.
 
-        A loop calls this if its network folds something else, such as time, into the rows
-        of a batch. In phase EXCHANGE the layers exchange their statistics from now on.
+        A loop calls this if its network folds something else, such as time, into
+        the rows of a batch. In phase EXCHANGE the layers exchange their statistics
+        from now on.
 
         Raises:
             ValueError: The number is below 1, or comes after the first step or the
@@ -273,8 +278,8 @@ class LocalRound:
         Args:
             forward: Computes the loss of the batch.
             x: The inputs of the batch.
-            call: Calls a network on inputs, as ``Task.forward`` does. None: the inputs
-                are its only argument.
+            call: Calls a network on inputs, as ``Task.forward`` does. None: the
+                inputs are its only argument.
 
         Returns:
             The loss, without the objective's own terms.
@@ -324,13 +329,14 @@ class LocalRound:
 
         Args:
             samples: The number of different samples that the client trained on, its
-                weight in averages. In phase EXCHANGE, the weight is the size of the first
-                batch instead.
+                weight in averages. In phase EXCHANGE, the weight is the size of the
+                first batch instead.
             loss: The mean loss over the training batches.
             client: The client's number.
-            metrics: Further numbers for the record, by name: in a loop of your own, for
-                its ``client_metrics`` and, weighted by samples, ``own_metrics``. fl-bn's
-                own numbers, such as ``steps``, replace those of their names.
+            metrics: Further numbers for the record, by name: in a loop of your own,
+                for its ``client_metrics`` and, weighted by samples,
+                ``own_metrics``. fl-bn's own numbers, such as ``steps``, replace
+                those of their names.
 
         Raises:
             ContractBroken: Nothing can be replied, see ``contract``.

@@ -1,9 +1,10 @@
 """Make a client's statistics pass: alone, or layer after layer with its cohort.
 
-With the cohort, all batches of a client stop at a layer. The client sends the moments of
-its input, and the batches go on with the cohort's statistics. So one forward pass makes
-all layers exact, for which ``federation.passes`` needs one per layer. The layers must run
-in one order, each once per batch, and all activations must fit into memory.
+With the cohort, all batches of a client stop at a layer. The client sends the
+moments of its input, and the batches go on with the cohort's statistics. So one
+forward pass makes all layers exact, for which ``federation.passes`` needs one per
+layer. The layers must run in one order, each once per batch, and all activations
+must fit into memory.
 """
 
 from __future__ import annotations
@@ -42,12 +43,13 @@ Inputs = Callable[[], Iterable[Any]]
 class ClientPass:
     """Make the statistics pass of one client's round, and hold its result.
 
-    It is the method's before training (HBN), or a statistics-only exchange's, which alone
-    uses ``connect``.
+    It is the method's before training (HBN), or a statistics-only exchange's, which
+    alone uses ``connect``.
 
     Attributes:
         how: What the pass measures, and on how many samples.
-        moments: Layer -> measured moments, but of layers in evaluation mode; None before.
+        moments: Layer -> measured moments, but of layers in evaluation mode; None
+            before.
         samples: The number of samples in the pass.
     """
 
@@ -74,8 +76,9 @@ class ClientPass:
     def measure(self, inputs: Inputs, forward: Forward = call) -> None:
         """Measure and store each BatchNorm layer's moments over all batches of ``inputs()``.
 
-        A client whose network has no fixed order of layers, or needs too much memory,
-        leaves an exchange that goes layer by layer, and measures all layers in one pass.
+        A client whose network has no fixed order of layers, or needs too much
+        memory, leaves an exchange that goes layer by layer, and measures all layers
+        in one pass.
         """
         with self.own_first(inputs, forward):
             if self._connect is not None:
@@ -119,8 +122,8 @@ class ClientPass:
 def in_order(model: nn.Module, layers: Collection[str], inputs: Inputs, forward: Forward, memory: int) -> tuple[str, list[Any]]:
     """Tell why ``layers`` cannot be measured in order, if so, and return the batches.
 
-    One forward pass finds out, with two samples of the first batch, or all unless it is a
-    plain tensor. ``memory`` limits the bytes of waiting activations.
+    One forward pass finds out, with two samples of the first batch, or all unless
+    it is a plain tensor. ``memory`` limits the bytes of waiting activations.
     """
     if (batch := next(iter(inputs()), None)) is None:
         return "there is no batch to measure", []
@@ -150,7 +153,8 @@ def in_order(model: nn.Module, layers: Collection[str], inputs: Inputs, forward:
 class _Batches(Turns):
     """Run the forward passes of a client's batches, which wait for all at each layer.
 
-    ``answer`` exchanges a layer's moments with the cohort, and stores its statistics.
+    ``answer`` exchanges a layer's moments with the cohort, and stores its
+    statistics.
     """
 
     def __init__(self, batches: int, answer: Callable[[str, Moments], None]) -> None:
@@ -198,12 +202,12 @@ def layer_by_layer(
 ) -> dict[str, Moments]:
     """Measure the moments of the input of each of ``layers`` over this client's batches.
 
-    The layers before normalise with the cohort's exact statistics. ``in_order`` must have
-    found no problem. At the end the client leaves the ``exchange``.
+    The layers before normalise with the cohort's exact statistics. ``in_order``
+    must have found no problem. At the end the client leaves the ``exchange``.
 
     Raises:
-        ExchangeFailed: The exchange failed, or batches take different ways through the
-            network.
+        ExchangeFailed: The exchange failed, or batches take different ways through
+            the network.
     """
     exchanged, dtype = exchanged_layers(model, layers), inputs_like(model).dtype
     before = running_statistics(model, exchanged)

@@ -45,8 +45,8 @@ def client_round(
 ) -> Result:
     """Carry out a client's round: (network, method, instruction, state, train) -> (reply, state).
 
-    ``train`` trains inside ``round.open()``, or measures. ``LocalRound`` has the other
-    arguments.
+    ``train`` trains inside ``round.open()``, or measures. ``LocalRound`` has the
+    other arguments.
     """
     round = LocalRound(model, method, instruction, state, settings, connect)
     return concluded(round, train(round))

@@ -35,7 +35,8 @@ _STARTS: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 def load(copy: Copy, instruction: Instruction, kept: ClientState, objective: Objective, auxiliary: Sequence[Auxiliary]) -> object:
     """Check the tensors of ``instruction``, and load them into ``copy`` with the client's own.
 
-    Those of the ``auxiliary`` kinds are checked only. Return a token for ``is_newest``.
+    Those of the ``auxiliary`` kinds are checked only. Return a token for
+    ``is_newest``.
 
     Raises:
         ValueError: The server has another model or objective than the client.
@@ -78,8 +79,8 @@ def is_newest(model: nn.Module, token: object) -> bool:
 def _first_values(copy: Copy, phase: Phase) -> dict[str, Tensor]:
     """Return every client's first values of tensors at home that the server does not send.
 
-    Kept buffers and HBN's mixing logits (by 0) are replaced: the network's may be another
-    client's.
+    Kept buffers and HBN's mixing logits (by 0) are replaced: the network's may be
+    another client's.
     """
     locality = copy.network.locality
     if (kept := locality.names(Place.HOME, of=[Role.KEPT])) and copy.model not in _STARTS:

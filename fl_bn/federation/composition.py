@@ -89,8 +89,8 @@ def check_rates(objective: Objective, optimizer: Optimizer, others: Sequence[flo
     ``others`` are the rates of other optimisers of the same step.
 
     Raises:
-        ValueError: It is not SGD, has momentum or ``maximize=True``, or there are several
-            rates.
+        ValueError: It is not SGD, has momentum or ``maximize=True``, or there are
+            several rates.
     """
     rates = [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
     several = sorted({*rates, *others})
@@ -184,8 +184,8 @@ def layers_by_type(model: nn.Module) -> str:
 def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iterator[str]:
     """Yield log lines on a method and a network, unconverted (``source``) and converted.
 
-    They tell the layers before and after, the use of each role's tensors, and clients'
-    reports.
+    They tell the layers before and after, the use of each role's tensors, and
+    clients' reports.
     """
     before, after = layers_by_type(source), layers_by_type(model)
     yield f"method {method.name}: found {before}" + ("" if before == after else f", trained as {after}")

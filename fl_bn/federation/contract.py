@@ -45,8 +45,8 @@ ADVICE = {
 class ContractBroken(ValueError):
     """Report that a network or a loop did not keep the contract (docs/contract.md).
 
-    ``rule`` is one of ``ADVICE``, ``name`` the first layer or tensor that breaks it, if
-    any.
+    ``rule`` is one of ``ADVICE``, ``name`` the first layer or tensor that breaks
+    it, if any.
     """
 
     def __init__(self, rule: str, round: LocalRound, what: str, name: str = "") -> None:
@@ -136,8 +136,8 @@ class Lent:
     def _broken_by_opacus(self) -> Iterator[tuple[str, str, str]]:
         """Yield why opacus (differential privacy) does not protect this round.
 
-        Of layers that mix samples, it only refuses BatchNorm and trainable ones with
-        buffers.
+        Of layers that mix samples, it only refuses BatchNorm and trainable ones
+        with buffers.
         """
         round = self._round
         for name, layer in batch_norms(round.model).items():

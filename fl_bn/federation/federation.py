@@ -79,32 +79,36 @@ class Federation:
         clients: Each client's training batches: a list, a DataLoader or
             ``SeededBatches``, no generator.
         task: Reads a batch, and computes loss and metrics. ``task``, ``loss``,
-            ``metrics``, ``optimizer`` and ``scheduler`` may also be lists with one value
-            per client, or ``per_client(function)`` of the client's number.
-        loss: ``loss(output, targets)`` returns a batch's mean. Default: the task's loss.
+            ``metrics``, ``optimizer`` and ``scheduler`` may also be lists with one
+            value per client, or ``per_client(function)`` of the client's number.
+        loss: ``loss(output, targets)`` returns a batch's mean. Default: the task's
+            loss.
         metrics: Further metrics by name: objects with ``update``, ``compute`` and
-            ``reset``, such as torchmetrics'. Each sees all test samples before its one
-            call of ``compute``.
-        optimizer: Makes a client's optimiser of parameters, in every round. Default: SGD
-            with learning rate 0.05, momentum 0.9.
+            ``reset``, such as torchmetrics'. Each sees all test samples before its
+            one call of ``compute``.
+        optimizer: Makes a client's optimiser of parameters, in every round.
+            Default: SGD with learning rate 0.05, momentum 0.9.
         scheduler: Makes a scheduler of that optimiser, stepped after every batch.
         schedule: ``schedule(round, rounds)`` returns a round's factor (> 0) of the
             learning rate. Default: 1.
-        objective: The local objective, such as ``FedProx``. Default: the loss alone.
+        objective: The local objective, such as ``FedProx``. Default: the loss
+            alone.
         local_epochs: Passes over a client's batches in a round, at least 1.
-        test: The batches to evaluate on, or ``per_client(...)`` with each client's own.
-            Default: no evaluation.
-        server_optimizer: Steps along the pseudo-gradient of the weights, without earlier
-            runs' momentum. Default: they become the clients' average.
+        test: The batches to evaluate on, or ``per_client(...)`` with each client's
+            own. Default: no evaluation.
+        server_optimizer: Steps along the pseudo-gradient of the weights, without
+            earlier runs' momentum. Default: they become the clients' average.
         defence: Rules against Byzantine clients. Default: none.
         device: The device on which clients train. Default: that of ``model``.
         callbacks: Called at start and end, after rounds and evaluations, see
             ``Callback``.
-        options: Fields of ``FederationSpec``: ``fraction``, ``evaluate_every``, ``seed``,
-            ``calibrate``, ``unit_scale``, ``clip``, ``engine`` and ``workers``.
+        options: Fields of ``FederationSpec``: ``fraction``, ``evaluate_every``,
+            ``seed``, ``calibrate``, ``unit_scale``, ``clip``, ``engine`` and
+            ``workers``.
 
     Raises:
-        ValueError: An argument has a wrong type or value, or two do not fit together.
+        ValueError: An argument has a wrong type or value, or two do not fit
+            together.
     """
 
     def __init__(
@@ -195,10 +199,10 @@ class Federation:
     def model(self) -> nn.Module:
         """Return a copy of the shared network as evaluated last, in evaluation mode.
 
-        In a round without an evaluation, it is the network after this round, but under
-        HBN and static BN, which measure statistics only before an evaluation, the last
-        evaluated one. Its layers are those that the method trains, such as group
-        normalisation for gn.
+        In a round without an evaluation, it is the network after this round, but
+        under HBN and static BN, which measure statistics only before an evaluation,
+        the last evaluated one. Its layers are those that the method trains, such as
+        group normalisation for gn.
         """
         return self._transport.model(self._newest.tensors, batches_trained(self.history))
 
@@ -215,17 +219,17 @@ class Federation:
     def save(self, path: str | Path) -> None:
         """Save the shared model as evaluated last to a safetensors file. A missing folder is made.
 
-        The file has the unconverted network's names, without tensors that clients keep.
-        docs/how-to/export.md says which network can load each method's file.
+        The file has the unconverted network's names, without tensors that clients
+        keep. docs/how-to/export.md says which network can load each method's file.
         """
         save_network(Path(path), self.server.shared.whole(self._newest.tensors, batches_trained(self.history)))
 
     def run(self, rounds: int) -> Iterator[RoundRecord]:
         """Train for ``rounds`` rounds, and yield records: loss, evaluation, drift of statistics.
 
-        This is a generator: a round runs when its record is requested. A second call is a
-        new run from the present model, with the learning rates, phases, cohorts and order
-        of ``SeededBatches`` of round 1.
+        This is a generator: a round runs when its record is requested. A second
+        call is a new run from the present model, with the learning rates, phases,
+        cohorts and order of ``SeededBatches`` of round 1.
 
         Args:
             rounds: The number of rounds; 0: only the statistics are measured.
@@ -233,8 +237,8 @@ class Federation:
         Raises:
             Diverged: In three rounds in a row, too few replies could be used.
             TooFewMeasured: In a run of 0 rounds, too few clients measured.
-            ValueError: ``rounds`` is no whole number >= 0, gradients are off, or a run
-                that continues (``resume``) has another number of rounds.
+            ValueError: ``rounds`` is no whole number >= 0, gradients are off, or a
+                run that continues (``resume``) has another number of rounds.
         """
         callbacks, (first, failed) = Callbacks(self.callbacks), self._start(rounds)
         shared = self.server.shared
@@ -266,8 +270,8 @@ class Federation:
     def checkpoint(self, path: str | Path) -> None:
         """Save the federation as it is after its last round, for ``resume``.
 
-        The safetensors file has all tensors, the server optimiser's buffers, the records,
-        and the states of random generators. Loading it cannot run code.
+        The safetensors file has all tensors, the server optimiser's buffers, the
+        records, and the states of random generators. Loading it cannot run code.
 
         Raises:
             ValueError: No round was run yet.
@@ -296,16 +300,16 @@ class Federation:
     def resume(self, path: str | Path) -> None:
         """Load what ``checkpoint`` saved, into a federation made with the same arguments.
 
-        ``run(rounds)``, with the same number, then continues after the saved round, or
-        starts another run if the saved one was over. On the CPU the results are bit for
-        bit those without interruption, if every loader is ``SeededBatches`` or has its
-        own generator.
+        ``run(rounds)``, with the same number, then continues after the saved round,
+        or starts another run if the saved one was over. On the CPU the results are
+        bit for bit those without interruption, if every loader is ``SeededBatches``
+        or has its own generator.
 
         Raises:
-            ValueError: The file is damaged, or was saved with another network, method,
-                number of clients, seed, schedule, or other options. Functions,
-                optimizers, and options of the method that only the server uses are not
-                compared.
+            ValueError: The file is damaged, or was saved with another network,
+                method, number of clients, seed, schedule, or other options.
+                Functions, optimizers, and options of the method that only the
+                server uses are not compared.
             OSError: The file cannot be read.
         """
         state, server = FederationState.load(Path(path)), self.server
@@ -369,17 +373,18 @@ class Federation:
     def evaluate(self, batches: Loader | PerClient | None = None) -> dict[str, float]:
         """Compute loss and metrics of the shared model as evaluated last; empty without batches.
 
-        If clients have models, tasks or test batches of their own, the result is the mean
-        over clients, weighted by their test samples. If clients keep tensors (FedBN,
-        SiloBN), the own models of those that have trained are evaluated, or the shared
-        model before any has.
+        If clients have models, tasks or test batches of their own, the result is
+        the mean over clients, weighted by their test samples. If clients keep
+        tensors (FedBN, SiloBN), the own models of those that have trained are
+        evaluated, or the shared model before any has.
 
         Args:
             batches: The batches to evaluate on, or ``per_client(...)``. Default:
                 ``test``.
 
         Raises:
-            ValueError: No client has a test batch, or ``batches`` has single samples.
+            ValueError: No client has a test batch, or ``batches`` has single
+                samples.
         """
         dtype = inputs_like(self.server.model).dtype
         tests = self.tests if batches is None else own_tests(batches, len(self.clients), dtype, again=self.method.personal)

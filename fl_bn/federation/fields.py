@@ -1,7 +1,7 @@
 """Declare and check the fields (name -> value) of a received record of a Flower message.
 
-``Form.read`` drops undeclared fields, unless the form has ``others``. Sizes are checked
-before any text is parsed, and no parser is recursive.
+``Form.read`` drops undeclared fields, unless the form has ``others``. Sizes are
+checked before any text is parsed, and no parser is recursive.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Field:
         fits: Tells whether a value is allowed.
         wanted: The allowed values in words.
         turn: Converts an allowed value to that in ``Values``.
-        default: The value of an absent field. None: ``Values`` lacks it. ``NEEDED``: an
-            error.
+        default: The value of an absent field. None: ``Values`` lacks it.
+            ``NEEDED``: an error.
     """
 
     fits: Callable[[Any], bool]
@@ -84,7 +84,8 @@ def measured(least: float = -math.inf, most: float = math.inf, default: Any = NE
 def text(longest: int, pattern: str = ".*", default: Any = NEEDED, wanted: str = "") -> Field:
     """Declare a text of up to ``longest`` characters that ``pattern`` matches as a whole.
 
-    Matching must take linear time. Errors name ``wanted``, the allowed texts in words.
+    Matching must take linear time. Errors name ``wanted``, the allowed texts in
+    words.
     """
     compiled = re.compile(pattern, re.DOTALL)
     wanted = wanted or f"a text of up to {longest} characters"
@@ -122,8 +123,8 @@ def blobs(items: int, longest: int) -> Field:
 def whole_list(items: int) -> Field:
     """Declare a JSON list of up to ``items`` whole numbers >= 0, read to a tuple of int.
 
-    Each has up to 15 digits. A regular expression reads it, since nesting could break a
-    parser.
+    Each has up to 15 digits. A regular expression reads it, since nesting could
+    break a parser.
     """
     pattern = re.compile(r"\[(?:\d{1,15}(?:, ?\d{1,15})*)?\]", re.ASCII)
 
@@ -171,8 +172,8 @@ class Form:
         """Check a record (None: missing). Return declared values, or all if it has ``others``.
 
         Raises:
-            WireError: The record or a field is missing or wrong, or there are more than
-                ``MOST``.
+            WireError: The record or a field is missing or wrong, or there are more
+                than ``MOST``.
         """
         if record is None:
             raise WireError(self.record, "", f"missing: expected a record of {', '.join(self.fields)}")

@@ -1,15 +1,15 @@
 """Change gradients before a step: centre them, and clip them.
 
-**Centring** subtracts from the gradient of each output unit's weights its mean over the
-unit's inputs. BatchNorm subtracts the batch's mean, so that the mean input of the layer
-before does not contribute to that layer's gradient. If training normalises with
-constants, it contributes most: after a ReLU, the positive inputs' mean has nearly the
-same direction for every unit, which limits the learning rate, and lets clients with
-different classes drift apart. With centred gradients FBN learns as fast as BatchNorm on
-IID clients: docs/methods/fbn.md.
+**Centring** subtracts from the gradient of each output unit's weights its mean over
+the unit's inputs. BatchNorm subtracts the batch's mean, so that the mean input of
+the layer before does not contribute to that layer's gradient. If training
+normalises with constants, it contributes most: after a ReLU, the positive inputs'
+mean has nearly the same direction for every unit, which limits the learning rate,
+and lets clients with different classes drift apart. With centred gradients FBN
+learns as fast as BatchNorm on IID clients: docs/methods/fbn.md.
 
-Gradient Centralization: A New Optimization Technique for Deep Neural Networks, Yong et
-al., ECCV 2020 (equation 1), where every weight is centred.
+Gradient Centralization: A New Optimization Technique for Deep Neural Networks, Yong
+et al., ECCV 2020 (equation 1), where every weight is centred.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ FEWEST = 8
 def centred_weights(model: nn.Module) -> list[str]:
     """Return the weights to centre: of linear layers and convolutions but the last layer.
 
-    Weights computed from other parameters, or with fewer than ``FEWEST`` inputs per unit,
-    are left out.
+    Weights computed from other parameters, or with fewer than ``FEWEST`` inputs per
+    unit, are left out.
     """
     head = head_of(model)
     found = {
@@ -99,8 +99,8 @@ def clip(
 
     Args:
         parameters: The parameters.
-        how: ``norm`` or ``round``: limit the norm over all; ``value``: limit every value;
-            ``adaptive``: see ``clip_adaptive``.
+        how: ``norm`` or ``round``: limit the norm over all; ``value``: limit every
+            value; ``adaptive``: see ``clip_adaptive``.
         limit: The limit, for ``round`` that of ``norm_in_round``.
         head: The last layer's parameters, which ``adaptive`` does not clip.
         norm_of: Returns the norm of each output unit.
@@ -118,7 +118,8 @@ def clip(
 def chosen(how: str, limit: float, drifts: bool) -> tuple[str, float]:
     """Return way and limit of clipping; ``auto`` is ``round`` if ``drifts``, else ``none``.
 
-    ``drifts``: whether clients' weights could move far from the shared ones in a round.
+    ``drifts``: whether clients' weights could move far from the shared ones in a
+    round.
     """
     if how != "auto":
         return how, limit
@@ -130,9 +131,9 @@ def bounded(
 ) -> tuple[Method, dict[int, LocalTraining]]:
     """Choose the clipping of ``clip="auto"``: SGD moves weights by a limited distance per round.
 
-    Nothing changes with ``clip="none"``, another optimiser, control variates (SCAFFOLD),
-    or a method that does not normalise its first batch with shared statistics. Return
-    method, and settings by ``optimizers``' keys.
+    Nothing changes with ``clip="none"``, another optimiser, control variates
+    (SCAFFOLD), or a method that does not normalise its first batch with shared
+    statistics. Return method, and settings by ``optimizers``' keys.
     """
     check_name("clip", clip, ("auto", "none"))
     if clip == "none" or not all(isinstance(one, SGD) for one in optimizers.values()) or settings.objective.travels:
@@ -178,9 +179,9 @@ def clip_adaptive(parameters: Iterable[nn.Parameter], limit: float, norm_of: Cal
     """Clip each output unit's gradient, in place, to ``limit`` times the norm of its weights.
 
     High-Performance Large-Scale Image Recognition Without Normalization, Brock, De,
-    Smith, Simonyan, ICML 2021, equation 3, used by FedWon's clients. A bias or scale
-    counts as one unit, and a norm below ``SMALLEST`` as ``SMALLEST``. The caller leaves
-    out the last layer, as in the paper.
+    Smith, Simonyan, ICML 2021, equation 3, used by FedWon's clients. A bias or
+    scale counts as one unit, and a norm below ``SMALLEST`` as ``SMALLEST``. The
+    caller leaves out the last layer, as in the paper.
     """
     for p in parameters:
         if p.grad is not None:

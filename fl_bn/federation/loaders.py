@@ -45,7 +45,8 @@ def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
     A task that overrides ``read`` may take any batches.
 
     Raises:
-        ValueError: ``loader`` is a tensor, a dict, or has tensors or samples as elements.
+        ValueError: ``loader`` is a tensor, a dict, or has tensors or samples as
+            elements.
     """
     first = loader[0] if isinstance(loader, list | tuple) and loader else None
     kinds = (Mapping, torch.Tensor, TensorDataset, Subset, ConcatDataset)
@@ -70,9 +71,9 @@ def check_clients(clients: Any) -> None:
 class SeededBatches:
     """Divide a client's samples into batches, in an order that the seed decides.
 
-    The order depends only on seed, client and round. A single sample at the end, which
-    has no variance, joins the batch before. A client with one sample trains only if the
-    method needs no batch statistics.
+    The order depends only on seed, client and round. A single sample at the end,
+    which has no variance, joins the batch before. A client with one sample trains
+    only if the method needs no batch statistics.
 
     >>> from fl_bn import SeededBatches
     >>> batches = SeededBatches(torch.randn(20, 4), torch.zeros(20, dtype=torch.int64), batch_size=8)
@@ -80,15 +81,15 @@ class SeededBatches:
     [8, 8, 4]
 
     Args:
-        x: Inputs (N, ...): floats (a ``Federation`` converts them to the network's dtype)
-            or whole numbers, or uint8 images (N, C, H, W), scaled to -1..1.
+        x: Inputs (N, ...): floats (a ``Federation`` converts them to the network's
+            dtype) or whole numbers, or uint8 images (N, C, H, W), scaled to -1..1.
         y: The task's targets (N, ...).
         batch_size: The number of samples of a batch.
 
     Raises:
-        ValueError: ``x`` and ``y`` are no tensors or differ in length, ``batch_size`` is
-            no positive whole number, or ``x`` is uint8 with fewer than 3 axes, or has
-            other whole numbers and more axes.
+        ValueError: ``x`` and ``y`` are no tensors or differ in length,
+            ``batch_size`` is no positive whole number, or ``x`` is uint8 with fewer
+            than 3 axes, or has other whole numbers and more axes.
     """
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor, batch_size: int) -> None:

@@ -35,10 +35,11 @@ class Samples:
     """Hold samples of one client.
 
     Attributes:
-        x: Inputs: uint8 images (N, C, H, W), or float32 (N, ...) as the network takes
-            them.
-        y: Targets: classes int64 (N,); masks (N, H, W) with 255 for pixels without label;
-            values float32 (N,) or (N, D); or sets of labels (N, K), each 0 or 1.
+        x: Inputs: uint8 images (N, C, H, W), or float32 (N, ...) as the network
+            takes them.
+        y: Targets: classes int64 (N,); masks (N, H, W) with 255 for pixels without
+            label; values float32 (N,) or (N, D); or sets of labels (N, K), each 0
+            or 1.
     """
 
     x: Tensor
@@ -85,8 +86,8 @@ def statistics_pass(
 ) -> dict[str, Moments]:
     """Measure the moments that ``how`` describes, of every layer, in evaluation mode.
 
-    Moments with which training normalises (``NORMALISERS``) need two samples, and random
-    batches (by ``rng``) of training's ``batch_size``, on which they depend.
+    Moments with which training normalises (``NORMALISERS``) need two samples, and
+    random batches (by ``rng``) of training's ``batch_size``, on which they depend.
     """
     like = inputs_like(model)
     return measured(model, (samples.batch(index, like)[0] for index in pieces(len(samples), how, rng, batch_size)), how)
@@ -136,9 +137,10 @@ def measured(
 ) -> dict[str, Moments]:
     """Measure the moments that ``how`` describes, of every layer, over ``batches`` of inputs.
 
-    The model stays unchanged and in evaluation mode. If ``how.lower_layers`` is "hybrid",
-    HBN's layers normalise with their mixture, as in training, but those of
-    ``held_layers``. A batch that then gives a layer one value per channel is left out.
+    The model stays unchanged and in evaluation mode. If ``how.lower_layers`` is
+    "hybrid", HBN's layers normalise with their mixture, as in training, but those
+    of ``held_layers``. A batch that then gives a layer one value per channel is
+    left out.
     """
     with measuring(model, how) as observed:
         for x in batches:

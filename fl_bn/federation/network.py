@@ -34,8 +34,8 @@ _TORCHS = frozenset(vars(nn.Module()))  # torch's own bookkeeping: tensors, subm
 class Network:
     """Lend copies of ``model``, converted for ``method``, for training and testing.
 
-    ``model`` itself never changes. Copies are reset and lent again, so there are only as
-    many as are in use at a time.
+    ``model`` itself never changes. Copies are reset and lent again, so there are
+    only as many as are in use at a time.
     """
 
     def __init__(self, model: nn.Module, method: Method, device: torch.device | None = None) -> None:
@@ -160,8 +160,8 @@ class _Pristine:
 def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]] | None:
     """Return each state_dict tensor's name -> (dict of its module, its key).
 
-    The dicts stay valid if ``model.to`` replaces tensors. None: a module loads in its own
-    way.
+    The dicts stay valid if ``model.to`` replaces tensors. None: a module loads in
+    its own way.
     """
     if not all(map(_has_no_way, model.modules())):
         return None

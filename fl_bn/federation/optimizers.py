@@ -1,19 +1,19 @@
 """Define the optimisers of clients, and of the server, which steps along pseudo-gradients.
 
-FedAvg: McMahan et al., AISTATS 2017. FedAvgM: Measuring the Effects of Non-Identical Data
-Distribution for Federated Visual Classification, Hsu, Qi, Brown, 2019. FedAdagrad,
-FedAdam, FedYogi: Adaptive Federated Optimization, Reddi et al., ICLR 2021, Algorithm 2.
-FedACG: Communication-Efficient Federated Learning with Accelerated Client Gradient, Kim,
-Kim, Han, CVPR 2024, Algorithm 1.
+FedAvg: McMahan et al., AISTATS 2017. FedAvgM: Measuring the Effects of
+Non-Identical Data Distribution for Federated Visual Classification, Hsu, Qi, Brown,
+2019. FedAdagrad, FedAdam, FedYogi: Adaptive Federated Optimization, Reddi et al.,
+ICLR 2021, Algorithm 2. FedACG: Communication-Efficient Federated Learning with
+Accelerated Client Gradient, Kim, Kim, Han, CVPR 2024, Algorithm 1.
 
-Server optimisers never change statistics: Adam, for example, can make running variances
-negative.
+Server optimisers never change statistics: Adam, for example, can make running
+variances negative.
 
-**Eager optimisers.** torch's optimizers import the compiler in the first call, which
-takes 1.5 s in every process (torch 2.15). Classes derived from ``Eager`` give the same
-bits without it, but ``torch.compile`` cannot trace them. A step of the default network
-takes 69 us, and 87 us with ``torch.optim.SGD(foreach=True)``. ``fused=True`` (42 us)
-imports the compiler, and its bits differ.
+**Eager optimisers.** torch's optimizers import the compiler in the first call,
+which takes 1.5 s in every process (torch 2.15). Classes derived from ``Eager`` give
+the same bits without it, but ``torch.compile`` cannot trace them. A step of the
+default network takes 69 us, and 87 us with ``torch.optim.SGD(foreach=True)``.
+``fused=True`` (42 us) imports the compiler, and its bits differ.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from fl_bn.support.names import check_name
 Gradient = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 """Returns a weight's gradient in float64, see ``aggregation.difference``.
 
-Its arguments are the weight in float64, the clients' average, which may be overwritten,
-and the weight's dtype.
+Its arguments are the weight in float64, the clients' average, which may be
+overwritten, and the weight's dtype.
 """
 
 
@@ -89,12 +89,12 @@ def first_rate(optimizer: Optimizer) -> float | None:
 class FedOpt(Eager):
     """Step by Algorithm 2 of Adaptive Federated Optimization, as published.
 
-    There is no bias correction, and the second moment v starts as tau^2. ``kind`` is
-    ``fedadagrad``, ``fedadam`` or ``fedyogi``. ``tau`` keeps the step finite where
-    gradients are small.
+    There is no bias correction, and the second moment v starts as tau^2. ``kind``
+    is ``fedadagrad``, ``fedadam`` or ``fedyogi``. ``tau`` keeps the step finite
+    where gradients are small.
 
-    Symbols: Delta -> minus the gradient, m -> first, v -> second, eta -> lr, beta_1 ->
-    beta1, beta_2 -> beta2.
+    Symbols: Delta -> minus the gradient, m -> first, v -> second, eta -> lr, beta_1
+    -> beta1, beta_2 -> beta2.
     """
 
     def __init__(self, parameters: list[nn.Parameter], kind: str, lr: float, beta1: float, beta2: float, tau: float) -> None:
@@ -123,8 +123,8 @@ class FedOpt(Eager):
 class FedACG(Eager):
     """Set the weights to the clients' average, and store the movement: FedACG's server half.
 
-    Clients start at ``weights + momentum * movement`` (``lookahead``), with FedProx's
-    penalty.
+    Clients start at ``weights + momentum * movement`` (``lookahead``), with
+    FedProx's penalty.
 
     Symbols: theta -> the weights, m -> movement, lambda -> momentum.
     """
@@ -175,7 +175,8 @@ class ServerOptimizer:
             weights: Name -> weight before the step.
             tensors: Name -> float64 tensor, overwritten with the new weight: the
                 gradient, or what ``gradient`` takes.
-            gradient: Computes the gradient from the clients' average, see ``Gradient``.
+            gradient: Computes the gradient from the clients' average, see
+                ``Gradient``.
             learning_rate_factor: Multiplies the step size.
         """
         if not tensors:  # nothing is shared

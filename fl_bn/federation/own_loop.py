@@ -55,19 +55,23 @@ def local_round(
     >>> reply, kept = round.reply(samples=16)  # send the reply, keep the state; more: docs/how-to/loop.md
 
     Args:
-        model: ``convert(net, method)``, the client's own copy of the network, which is
-            trained.
+        model: ``convert(net, method)``, the client's own copy of the network, which
+            is trained.
         method: The server's method.
         instruction: The server's instruction.
-        kept: The state from the client's last ``round.reply``. Default: none, at first.
-        objective: The local objective. With one, the loop must call ``round.backward``.
+        kept: The state from the client's last ``round.reply``. Default: none, at
+            first.
+        objective: The local objective. With one, the loop must call
+            ``round.backward``.
         connect: Joins FedTAN's layer-wise exchange, see ``recording.Connect``.
 
     Yields:
-        The client's round. After the block, its ``reply`` makes the reply to the server.
+        The client's round. After the block, its ``reply`` makes the reply to the
+        server.
 
     Raises:
-        ValueError: The arguments do not fit, or another round still trains ``model``.
+        ValueError: The arguments do not fit, or another round still trains
+            ``model``.
         ContractBroken: The network or the loop did not keep docs/contract.md.
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
@@ -96,7 +100,8 @@ def client_model(model: nn.Module, method: Method, instruction: Instruction, kep
         model: The unconverted network. It stays unchanged.
         method: The server's method.
         instruction: The server's newest instruction.
-        kept: The state from the client's last ``round.reply``. Default: none, at first.
+        kept: The state from the client's last ``round.reply``. Default: none, at
+            first.
 
     Raises:
         ValueError: ``model`` or ``method`` differs from the server's.
@@ -139,22 +144,24 @@ def server_state(
     Args:
         model: The unconverted network. The run starts with its tensors.
         method: The method of the run.
-        rounds: The run's number of rounds, at least 1, for phases and learning rates.
+        rounds: The run's number of rounds, at least 1, for phases and learning
+            rates.
         clients: The number of all clients.
-        optimizer: Steps along the pseudo-gradient of the weights. Default: they become
-            the clients' average.
+        optimizer: Steps along the pseudo-gradient of the weights. Default: they
+            become the clients' average.
         defence: Rules against Byzantine clients. Default: none.
         objective: The clients' local objective. Default: the loss alone.
-        rate: ``rate(round, rounds)`` returns the instructions' learning rate, finite and
-            >= 0, which your own loop may ignore. To pickle the state, give no ``lambda``.
-            Default: 0.05.
+        rate: ``rate(round, rounds)`` returns the instructions' learning rate,
+            finite and >= 0, which your own loop may ignore. To pickle the state,
+            give no ``lambda``. Default: 0.05.
 
     Returns:
         The state. Its ``instruction()`` is for the next round's clients.
 
     Raises:
-        ValueError: The arguments do not fit, the method needs BatchNorm but ``model`` has
-            none, ``rounds`` is no whole number >= 1, or ``rate`` gives a wrong rate.
+        ValueError: The arguments do not fit, the method needs BatchNorm but
+            ``model`` has none, ``rounds`` is no whole number >= 1, or ``rate``
+            gives a wrong rate.
     """
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
         raise ValueError(f"rounds must be a whole number >= 1 (the number of rounds of the run), but got {rounds!r}")
@@ -188,7 +195,8 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
         exchange: The session of FedTAN's layer-wise exchange, if any.
 
     Returns:
-        The state after the round, and its record, with refused replies and the reasons.
+        The state after the round, and its record, with refused replies and the
+        reasons.
 
     Raises:
         ValueError: The run is over, or ``rate`` gives a wrong learning rate.

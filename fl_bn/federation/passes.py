@@ -1,10 +1,10 @@
 """Make statistics-only exchanges: clients measure with the present weights, the server pools.
 
-In a pass, every client makes one forward pass, and one exchange follows: pass p makes
-layers 1..p exact. Passes take place before round 1 (``calibrate``), before evaluations
-(HBN, static BN: ``Method.refresh``), and alone in a run of 0 rounds. If all clients can
-run at the same time, one pass that goes layer by layer makes all layers exact
-(``federation.client_pass``).
+In a pass, every client makes one forward pass, and one exchange follows: pass p
+makes layers 1..p exact. Passes take place before round 1 (``calibrate``), before
+evaluations (HBN, static BN: ``Method.refresh``), and alone in a run of 0 rounds. If
+all clients can run at the same time, one pass that goes layer by layer makes all
+layers exact (``federation.client_pass``).
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Measured:
 class Passes:
     """Make a run's statistics-only exchanges, which change the server's statistics.
 
-    If each costs privacy (``private``), there are none before round 1 unless asked for.
+    If each costs privacy (``private``), there are none before round 1 unless asked
+    for.
     """
 
     def __init__(self, server: Server, private: bool = False) -> None:
@@ -88,8 +89,9 @@ class Passes:
     ) -> Named:
         """Make the exchanges before round 1, and rescale if ``rescales``. Return round 1's tensors.
 
-        In a run of 0 rounds, each needs as many replies as a round does, and ``show`` is
-        called with the state before the exchanges, and with each result.
+        In a run of 0 rounds, each needs as many replies as a round does, and
+        ``show`` is called with the state before the exchanges, and with each
+        result.
 
         Raises:
             TooFewMeasured: In a run of 0 rounds, too few clients measured.
@@ -124,9 +126,9 @@ class Passes:
     def refreshed(self, transport: Transport, round: int, tensors: Named) -> Named:
         """Return the shared tensors, statistics renewed for an evaluation by ``Method.refresh``.
 
-        ``EXACT``: those of all clients' data. ``HYBRID``: clients measure the moments
-        with which training normalises. ``REPORTED``: those of this round's replies are
-        combined.
+        ``EXACT``: those of all clients' data. ``HYBRID``: clients measure the
+        moments with which training normalises. ``REPORTED``: those of this round's
+        replies are combined.
         """
         method, shared = self.server.method, self.server.shared
         refresh, words = method.refresh, "no exchange"
@@ -153,8 +155,8 @@ class Passes:
     ) -> Iterator[Measured]:
         """Yield the results of ``most`` exchanges, or of as many as make all layers exact.
 
-        They end if one changes no statistic by more than ``tolerance``. One pass layer by
-        layer replaces them if possible.
+        They end if one changes no statistic by more than ``tolerance``. One pass
+        layer by layer replaces them if possible.
         """
         layers = len(self.server.shared.statistics())
         most = layers if most == UNTIL_STILL and self.private else most  # noise changes them every time, and each exchange costs privacy
@@ -219,8 +221,8 @@ class Passes:
 class Newest:
     """Hold a run's model as evaluated last, also in rounds without an evaluation.
 
-    HBN and static BN measure statistics only before one. Other rounds' tensors are no
-    usable model: under static BN, they have mean 0 and variance 1.
+    HBN and static BN measure statistics only before one. Other rounds' tensors are
+    no usable model: under static BN, they have mean 0 and variance 1.
 
     Attributes:
         round: The round of these tensors; 0: before round 1.

@@ -60,9 +60,9 @@ def measures_in_the_clear(method: Method, config: Any) -> bool:
 def start_left(method: Method, config: Any, momenta: Iterable[float] = (MOMENTUM,)) -> float:
     """Return the share of initial values (mean 0, variance 1) in statistics when they freeze.
 
-    Every local step multiplies it by 1 - momentum. The largest counts. It is 0 if none
-    freeze after round 1, clients send none, the local steps are unknown, or the network
-    is trained.
+    Every local step multiplies it by 1 - momentum. The largest counts. It is 0 if
+    none freeze after round 1, clients send none, the local steps are unknown, or
+    the network is trained.
     """
     rounds, steps = config["rounds"], config["local-steps"]
     before = sum(not method.freezes_statistics(method.phase(round, rounds)) for round in range(1, rounds + 1))
@@ -91,7 +91,8 @@ RESCALES = Used(
 class RunSpec(Options):
     """Hold the options that every run has: a ``Federation``, a Flower app, fl-bn's application.
 
-    ``Federation`` and the strategies take them as keyword arguments of the same names.
+    ``Federation`` and the strategies take them as keyword arguments of the same
+    names.
     """
 
     name: ClassVar[str] = "the run"
@@ -124,26 +125,28 @@ class RunSpec(Options):
 class ServerPolicy(RunSpec):
     """Describe how the server runs rounds.
 
-    Most fields are options, with their keys in docs/config.md; those of ``RunSpec`` are
-    given by name. Times are in seconds. Unlike in a run config, the default is to
-    evaluate after every round, and not to wait for a client whose process died.
+    Most fields are options, with their keys in docs/config.md; those of ``RunSpec``
+    are given by name. Times are in seconds. Unlike in a run config, the default is
+    to evaluate after every round, and not to wait for a client whose process died.
 
     Args:
         client_weights: A client's weight in averages: ``samples`` or ``uniform``.
         update: The tensors that clients send, see ``LocalTraining``.
-        rate: ``rate(round, rounds)`` returns the learning rate, finite and >= 0. Default:
-            0.05.
+        rate: ``rate(round, rounds)`` returns the learning rate, finite and >= 0.
+            Default: 0.05.
         exchange: The settings of the layer-wise exchange.
-        max_steps: The local steps that the server asks for, the most that a client may
-            claim. 0: unknown.
-        planned_steps: ``planned_steps(samples)`` returns the most local steps of a client
-            with so many samples, for ``max_steps=0``. 0: unknown.
-        at_clients: Whether the shared model is evaluated on the clients' own test data.
+        max_steps: The local steps that the server asks for, the most that a client
+            may claim. 0: unknown.
+        planned_steps: ``planned_steps(samples)`` returns the most local steps of a
+            client with so many samples, for ``max_steps=0``. 0: unknown.
+        at_clients: Whether the shared model is evaluated on the clients' own test
+            data.
         evaluate_share: The share of the clients that evaluate in a round, 0..1.
         evaluate_least: The fewest clients that evaluate in a round.
-        auxiliary: The kinds of tensors sent with the weights (``federation.auxiliary``).
-        objective: As text (``Objective.described``), checked at the client. Empty: not
-            checked.
+        auxiliary: The kinds of tensors sent with the weights
+            (``federation.auxiliary``).
+        objective: As text (``Objective.described``), checked at the client. Empty:
+            not checked.
         registered: Returns node -> name of the site that has this node now, see
             ``ClientNames``.
     """

@@ -1,14 +1,15 @@
 """Measure the exact statistics of clients' data in every BatchNorm layer of a trained model.
 
-**Re-calibration** on all clients' data is PreciseBN (Rethinking "Batch" in BatchNorm, Wu,
-Johnson, 2021, section 3), federated, without its batches. In a pass, clients run the
-network over their data in evaluation mode, with the same constants. So a layer's pooled
-moments are those of all data, given the layers below: pass p makes layers 1..p exact,
-until one changes no statistic. It changes only layers 1..p+1 (``unreached``), but all if
-fewer passes than layers are asked for: the highest would else keep wrong statistics.
+**Re-calibration** on all clients' data is PreciseBN (Rethinking "Batch" in
+BatchNorm, Wu, Johnson, 2021, section 3), federated, without its batches. In a pass,
+clients run the network over their data in evaluation mode, with the same constants.
+So a layer's pooled moments are those of all data, given the layers below: pass p
+makes layers 1..p exact, until one changes no statistic. It changes only layers
+1..p+1 (``unreached``), but all if fewer passes than layers are asked for: the
+highest would else keep wrong statistics.
 
-**Adaptation** chooses BatchNorm's affine parameters and statistics by a new client's
-unlabelled samples, in three ways. "Known" clients are those that trained:
+**Adaptation** chooses BatchNorm's affine parameters and statistics by a new
+client's unlabelled samples, in three ways. "Known" clients are those that trained:
 
     average-affine   the known clients' mean affine parameters, the new client's own
                      statistics. FedBN: Federated Learning on Non-IID Features via Local
@@ -19,8 +20,8 @@ unlabelled samples, in three ways. "Known" clients are those that trained:
                      Nado et al., Evaluating Prediction-Time Batch Normalization for
                      Robustness under Covariate Shift, 2020; Schneider et al., NeurIPS 2020
 
-If a method shares the affine parameters, ``average-affine`` and ``recompute`` are the
-same.
+If a method shares the affine parameters, ``average-affine`` and ``recompute`` are
+the same.
 
 Legend: N samples, C channels.
 """
@@ -53,9 +54,9 @@ HOW = AVERAGE_AFFINE, RECOMPUTE, TEST_BATCH = "average-affine", "recompute", "te
 TOLERANCE = 32.0
 """Largest relative change of a statistic that counts as no change, in units of its dtype's eps.
 
-A mean's change is relative to its absolute value plus its standard deviation. On a CPU, a
-repeated pass gives the same bits. On a GPU, the order of a sum is not fixed, and its
-rounding error is some eps per level of the summation tree.
+A mean's change is relative to its absolute value plus its standard deviation. On a
+CPU, a repeated pass gives the same bits. On a GPU, the order of a sum is not fixed,
+and its rounding error is some eps per level of the summation tree.
 """
 
 
@@ -82,7 +83,8 @@ class Pass:
         number: From 1.
         clients: How many clients were measured.
         settled: Whether no statistic changed by more than the tolerance.
-        exchanges: The number of exchanges of a pass that went layer by layer, else 0.
+        exchanges: The number of exchanges of a pass that went layer by layer, else
+            0.
         in_order: Whether all layers but perhaps the last one kept their statistics
             (``through``).
     """
@@ -125,9 +127,9 @@ class Pass:
 def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
     """Return the ``layers`` that keep their statistics in pass ``number`` of as many as needed.
 
-    A pass changes one more layer than it makes exact. Others would be measured under
-    wrong statistics, whose errors multiply: those of ResNet-50 overflow float32 within
-    ten passes.
+    A pass changes one more layer than it makes exact. Others would be measured
+    under wrong statistics, whose errors multiply: those of ResNet-50 overflow
+    float32 within ten passes.
     """
     return layers[number + 1 :]
 
@@ -135,9 +137,9 @@ def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
 def through(layers: int, outcome: Pass) -> bool:
     """Tell whether passes may end, since each of ``layers`` layers has exact statistics.
 
-    They may after one that changes no statistic, or after pass ``layers`` if it changed
-    the last layer only. Else layers are called in another order than registered: twice as
-    many passes suffice.
+    They may after one that changes no statistic, or after pass ``layers`` if it
+    changed the last layer only. Else layers are called in another order than
+    registered: twice as many passes suffice.
     """
     return outcome.settled or outcome.number >= 2 * layers or (outcome.number >= layers and outcome.in_order)
 
@@ -145,8 +147,9 @@ def through(layers: int, outcome: Pass) -> bool:
 def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, tolerance: float = TOLERANCE) -> list[Pass]:
     """Set the running statistics of ``model`` to those of all clients' data (variance unbiased).
 
-    Moments are rounded to the model's dtype, so a federated run gives the same bits.
-    Statistics of a layer that is used at two depths may converge, but are not exact.
+    Moments are rounded to the model's dtype, so a federated run gives the same
+    bits. Statistics of a layer that is used at two depths may converge, but are not
+    exact.
 
     Args:
         model: The network, whose statistics are set in place.
@@ -155,8 +158,8 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
         tolerance: The largest change that counts as none, see ``TOLERANCE``.
 
     Raises:
-        ValueError: A BatchNorm layer keeps no running statistics, or there is none, or no
-            client has a sample.
+        ValueError: A BatchNorm layer keeps no running statistics, or there is none,
+            or no client has a sample.
     """
     clients = [samples for samples in clients if len(samples)]
     reason = without_statistics(model)
@@ -235,7 +238,8 @@ class Known:
     Attributes:
         shared: The server's tensors.
         clients: A known client's name -> all tensors of its model, if available.
-        average: The average of the tensors that clients keep, if ``clients`` is empty.
+        average: The average of the tensors that clients keep, if ``clients`` is
+            empty.
     """
 
     shared: Named
@@ -289,8 +293,8 @@ class Adaptation:
         statistics, to ``with_batch_statistics`` before an evaluation.
 
         Raises:
-            NotAdaptable: The way is impossible (``refusal``), or a layer gets fewer than
-                two values per channel.
+            NotAdaptable: The way is impossible (``refusal``), or a layer gets fewer
+                than two values per channel.
             ValueError: ``how`` is not in ``HOW``.
         """
         if reason := self.refusal(how):

@@ -44,7 +44,8 @@ class ClientRecord:
         samples: Its reply's (``Reply.samples``); 0 if not used.
         exchanges: The number of its layer-wise exchanges (FedTAN).
         waited: Seconds in exchanges, including the time to send.
-        distance: The distance (L2) of its update to a robust rule's result; NaN without.
+        distance: The distance (L2) of its update to a robust rule's result; NaN
+            without.
         refused: The reason why its reply was not used, if so.
     """
 
@@ -99,7 +100,8 @@ class RoundRecord:
         seconds: The duration of the round.
         evaluation: Metrics by name. A callback's ``on_evaluation`` may add others.
         client_evaluation: Client -> its own metrics by name.
-        own_metrics: Name -> mean of the training metrics of your own Flower app or loop.
+        own_metrics: Name -> mean of the training metrics of your own Flower app or
+            loop.
         client_metrics: Client -> its own training metrics by name.
         disclosures: The contents that left the clients, also in statistics-only
             exchanges.
@@ -140,7 +142,8 @@ class RoundRecord:
     def loss(self) -> float:
         """Return the mean training loss, weighted by samples; NaN if no reply was used.
 
-        Under a robust rule, it is the clients' median: a false loss moves it little.
+        Under a robust rule, it is the clients' median: a false loss moves it
+        little.
         """
         if any(not math.isnan(c.distance) for c in self.accepted):
             return median([c.loss for c in self.accepted if math.isfinite(c.loss)] or [math.nan])
@@ -159,8 +162,8 @@ def with_clients(
 ) -> RoundRecord:
     """Return ``record`` with the cohort's records and bytes. Warn of each refused reply.
 
-    ``parts`` are the used replies, at ``distances`` from the robust update. ``warning``
-    has the fields ``round``, ``client``, ``reason``.
+    ``parts`` are the used replies, at ``distances`` from the robust update.
+    ``warning`` has the fields ``round``, ``client``, ``reason``.
     """
     exchange, down = replies.exchange, record.bytes_down
     traffic = {} if exchange is None else exchange.traffic
@@ -218,8 +221,8 @@ def why_failed(record: RoundRecord) -> str:
 def watch(record: RoundRecord, first_loss: float = math.nan, last: bool = False, failed: int = 0) -> Iterator[str]:
     """Yield warnings if a round's training loss shows divergence, or if a run ends so.
 
-    It is then not finite, or far above ``first_loss``, that of round 1 (NaN: unknown).
-    ``failed`` counts failed rounds in a row.
+    It is then not finite, or far above ``first_loss``, that of round 1 (NaN:
+    unknown). ``failed`` counts failed rounds in a row.
     """
     if record.phase == Phase.MEASURE.value:
         return
@@ -288,10 +291,10 @@ def fits(task: Task, name: str, value: float) -> bool:
 def over_clients(task: Task, measured: Sequence[Mapping[str, float]], robust: bool = False) -> dict[str, float]:
     """Summarise the metrics of several clients, each client counted once.
 
-    Of the task's own metric: mean, standard deviation and worst value (``accuracy``,
-    ``accuracy-std``, ``accuracy-min``). Of ``loss``: mean, or median if ``robust``, since
-    it has no range. Of others: the mean of the values in the metric's range; NaN without
-    any.
+    Of the task's own metric: mean, standard deviation and worst value
+    (``accuracy``, ``accuracy-std``, ``accuracy-min``). Of ``loss``: mean, or median
+    if ``robust``, since it has no range. Of others: the mean of the values in the
+    metric's range; NaN without any.
     """
     own = np.array([metrics[task.metric] for metrics in measured])
     worst = own.min() if task.higher_is_better else own.max()

@@ -1,9 +1,9 @@
 """Record a round's batches and steps, as docs/contract.md defines them, in any loop.
 
 Passes count in training mode under autograd, but not those of a copy, of
-``torch.jit.trace``, or repeated by a backward pass. Steps of different parameters without
-a batch between them are one (optimisers of several parts, or inside the backward pass),
-and so are those of an optimiser around another.
+``torch.jit.trace``, or repeated by a backward pass. Steps of different parameters
+without a batch between them are one (optimisers of several parts, or inside the
+backward pass), and so are those of an optimiser around another.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Recorder:
     """Record the training passes of a round's network, and tell which steps belong together.
 
     It is also a forward pre-hook, which does nothing in a copy or a pickle. With
-    ``once``, a layer's batches count only up to the first step before which the layer
-    runs.
+    ``once``, a layer's batches count only up to the first step before which the
+    layer runs.
 
     Attributes:
         observed: Layer -> the moments of the recorded passes.
@@ -84,8 +84,8 @@ class Recorder:
     def continues(self, optimizer: Optimizer, parameters: set[int]) -> bool:
         """Tell whether the step that ends, and moved ``parameters`` (ids), belongs to the one before.
 
-        It does if another optimiser stepped inside, or no batch came since the steps of
-        other parameters.
+        It does if another optimiser stepped inside, or no batch came since the
+        steps of other parameters.
         """
         around = self._begun.get(id(optimizer), self._ended) < self._ended
         goes_on = around or (bool(self._stepped) and not self._came and self._stepped.isdisjoint(parameters))
@@ -141,8 +141,8 @@ _LOCK, _HOOKS = Lock(), list[Any]()
 def following(round: LocalRound) -> Iterator[None]:
     """Tell ``round`` of each step of its parameters' optimisers inside the block.
 
-    torch's hooks stay registered, since every thread uses them. Outside of rounds they do
-    nothing.
+    torch's hooks stay registered, since every thread uses them. Outside of rounds
+    they do nothing.
 
     Raises:
         ValueError: Another round still trains the network.
@@ -186,7 +186,8 @@ def unrecorded(model: nn.Module) -> Iterator[None]:
     0
 
     Args:
-        model: A round's network (``round.model``), a part of it, or a wrapper around it.
+        model: A round's network (``round.model``), a part of it, or a wrapper
+            around it.
     """
     parts = set(model.modules())
     with ExitStack() as stack:

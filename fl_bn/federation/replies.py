@@ -27,8 +27,9 @@ LOGGER = logging.getLogger("flwr")
 WIDEST_WEIGHT = 1e4
 """The largest weight in a reply, as a multiple of the server's largest, or of 1 if larger.
 
-One client's finite value of 3e38 would dominate the average unnoticed. Honest training
-stays below this limit, even in the first steps of an untrained deep network.
+One client's finite value of 3e38 would dominate the average unnoticed. Honest
+training stays below this limit, even in the first steps of an untrained deep
+network.
 """
 REPLIED = Form("metrics", {"samples": whole(), "measured": whole(default=None)})  # samples 0: the client took no part in the round
 TRAINED = REPLIED.and_also(
@@ -50,8 +51,8 @@ LOOPED = TRAINED.and_also(Form("metrics", {"steps": whole()}))  # a user's own l
 def bounds_of(sent: Sections, rate: float, buffers: Collection[str] = ()) -> dict[str, float]:
     """Return section -> the largest absolute value in a reply, for weights and gradients.
 
-    A gradient times the learning rate may be as large as the largest allowed weight,
-    ``buffers`` not counted.
+    A gradient times the learning rate may be as large as the largest allowed
+    weight, ``buffers`` not counted.
     """
     weight = WIDEST_WEIGHT * max(1.0, largest(t for name, t in sent.get("weights", {}).items() if name not in buffers))
     return {"weights": weight, "gradients": weight / rate if rate > 0 else math.inf}
@@ -64,7 +65,8 @@ class Expected:
     Attributes:
         form: The reply's numbers.
         samples: Client -> the number of samples that it announced.
-        most_steps: ``most_steps(samples)`` returns the most local steps; 0: unknown.
+        most_steps: ``most_steps(samples)`` returns the most local steps; 0:
+            unknown.
         bounds: Section -> the largest allowed absolute value, if any.
         unbounded: The tensors without ``bounds``.
     """
@@ -83,8 +85,8 @@ class Expected:
 
         Raises:
             Absent: The client took no part in the round.
-            WireError: A part of the reply is not as expected. The message names the first
-                wrong part.
+            WireError: A part of the reply is not as expected. The message names the
+                first wrong part.
         """
         about = {"round": reply.round, "signature": reply.signature, "metrics": reply.metrics}
         Form("reply", {"round": whole(self.round, self.round), "signature": one_of(self.signature), "metrics": NAMED}).read(about)
@@ -124,8 +126,8 @@ def arrays_of(sections: Any) -> Payload:
     """Return a reply's tensors as arrays, without a copy if they are plain and on the CPU.
 
     Raises:
-        WireError: ``sections`` is not section -> name -> tensor, or a tensor is sparse or
-            on ``meta``.
+        WireError: ``sections`` is not section -> name -> tensor, or a tensor is
+            sparse or on ``meta``.
     """
     payload: Payload = {}
     where = "reply", "sections"
@@ -146,8 +148,8 @@ def checked(
 ) -> RoundReplies:
     """Check the ``replies`` of clients in this process.
 
-    Of several usable replies of one client, none is used. A stranger's is logged and left
-    out. By default, ``cohort`` is all clients that replied.
+    Of several usable replies of one client, none is used. A stranger's is logged
+    and left out. By default, ``cohort`` is all clients that replied.
     """
     parts, refused, wrong = dict[int, list[Reply]](), dict[int, str](), set[int]()
     expected = replace(expected, form=LOOPED) if expected.form is TRAINED else expected
@@ -183,8 +185,8 @@ def _stranger(reply: Reply, clients: int) -> str | None:
 class Intake:
     """Add replies to a weighted sum as they arrive, and free the memory of their weights.
 
-    So the server needs the memory of three models only. A reply waits for those before it
-    in ``cohort``, so that the order of arrival changes no bit.
+    So the server needs the memory of three models only. A reply waits for those
+    before it in ``cohort``, so that the order of arrival changes no bit.
     """
 
     def __init__(self, cohort: Sequence[int], weigh: Callable[[Reply], float]) -> None:
@@ -216,8 +218,8 @@ class Intake:
 def taking_part(session: Session, parts: Sequence[Reply], refused: dict[int, str]) -> list[Reply]:
     """Return the replies of clients in the exchange, weighted by their batch sizes in it.
 
-    Others are added to ``refused``. With ``exchange-policy='abort'``, one missing reply
-    makes all others unusable.
+    Others are added to ``refused``. With ``exchange-policy='abort'``, one missing
+    reply makes all others unusable.
     """
     usable, batches = {part.client: part for part in parts}, session.taking_part
     missing = sorted(set(batches) - set(usable))

@@ -54,12 +54,13 @@ def run(
     Args:
         server: The run's server.
         transport: Reaches its clients.
-        rounds: The whole run's number of rounds; 0: only the statistics are measured.
+        rounds: The whole run's number of rounds; 0: only the statistics are
+            measured.
         passes: Makes the statistics-only exchanges.
         first: The first round, above 1 if the run continues.
         failed: The number of failed rounds in a row just before.
-        show: Called in a run of 0 rounds with the state before the exchanges, and each
-            result.
+        show: Called in a run of 0 rounds with the state before the exchanges, and
+            each result.
 
     Raises:
         Diverged: Too few replies could be used in ``max_failed`` rounds in a row.

@@ -1,6 +1,7 @@
 """Say where every tensor of a converted network lives, and which tensors a message has.
 
-``Locality`` is computed once, also by a message's receiver, who derives its ``Schema``.
+``Locality`` is computed once, also by a message's receiver, who derives its
+``Schema``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Locality:
 
     Attributes:
         norm_layers: All BatchNorm layers.
-        shared_statistics: Those whose running statistics the server sends and combines.
+        shared_statistics: Those whose running statistics the server sends and
+            combines.
         home_statistics: Those whose running statistics stay at the client.
     """
 
@@ -95,7 +97,8 @@ class Locality:
     def signature(self, model: nn.Module) -> str:
         """Return a short hash of the method, and of tensors' names, roles, shapes and dtypes.
 
-        It includes the tensors at home if single layers stay there (``Method.local_in``).
+        It includes the tensors at home if single layers stay there
+        (``Method.local_in``).
         """
         parts = [f"{k} {self.role[k].value} {tuple(t.shape)} {t.dtype}" for k, t in model.state_dict().items()]
         at_home = [] if self.method.local_in is None else self.home
@@ -154,8 +157,8 @@ class Schema:
     def check(self, payload: Payload, limits: Mapping[str, float] = MappingProxyType({}), free: Collection[str] = ()) -> float:
         """Check ``payload``. Return its largest absolute value, see ``Spec.check``.
 
-        ``limits`` is section -> the largest allowed absolute value, except of tensors in
-        ``free``.
+        ``limits`` is section -> the largest allowed absolute value, except of
+        tensors in ``free``.
 
         Raises:
             WireError: A section or tensor is missing, extra, or not as described.
@@ -186,7 +189,8 @@ class Schema:
 def difference(expected: Schema, payload: Payload) -> str:
     """Name the first tensor in which this side's tensors and the other's arrays differ.
 
-    If there is none, name other possible differences, and the command that shows them.
+    If there is none, name other possible differences, and the command that shows
+    them.
     """
     try:
         expected.check(payload)

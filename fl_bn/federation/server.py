@@ -1,7 +1,7 @@
 """Carry out the server's half of a round: (state, replies) -> (state, record).
 
-If a new shared tensor is not finite, the round changes nothing, and the next one leaves
-out the client whose reply has the largest values.
+If a new shared tensor is not finite, the round changes nothing, and the next one
+leaves out the client whose reply has the largest values.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ class Server:
 
     Args:
         model: The unconverted network. The run starts with its tensors.
-        rounds: The run's number of rounds, on which phases and learning rates depend.
+        rounds: The run's number of rounds, on which phases and learning rates
+            depend.
         optimizer: Steps along the pseudo-gradient of the weights, as a fresh copy.
             Default: the clients' average.
         defence: Rules against Byzantine clients. Default: none.
 
     Raises:
-        ValueError: ``method`` needs BatchNorm, but ``model`` has none, or ``policy`` does
-            not fit the method.
+        ValueError: ``method`` needs BatchNorm, but ``model`` has none, or
+            ``policy`` does not fit the method.
     """
 
     def __init__(
@@ -73,7 +74,8 @@ class Server:
     def instruction(self) -> Instruction:
         """Return the instruction to the next round's clients.
 
-        Section ``start``, initial values, is only for a client without kept tensors.
+        Section ``start``, initial values, is only for a client without kept
+        tensors.
         """
         instruction = self.begin(self.round + 1)
         return replace(instruction, sections=instruction.sections | self.shared.start())
@@ -93,8 +95,8 @@ class Server:
     def intake(self, cohort: Sequence[int]) -> Intake | None:
         """Return what takes the cohort's replies one by one, and frees their weights' memory.
 
-        None: robust rules, the layer-wise exchange or auxiliary tensors need all at the
-        same time.
+        None: robust rules, the layer-wise exchange or auxiliary tensors need all at
+        the same time.
         """
         whole = self.defended or Phase(self.record.phase) is Phase.EXCHANGE or self.policy.auxiliary
         return None if whole else Intake(cohort, self._weight)
@@ -171,8 +173,8 @@ class Server:
 class Transport(ABC):
     """Take instructions to clients, and bring their replies back.
 
-    ``federation.run`` decides when clients train, measure and evaluate. A subclass must
-    define ``train``, ``measure`` and ``evaluate``. An example is
+    ``federation.run`` decides when clients train, measure and evaluate. A subclass
+    must define ``train``, ``measure`` and ``evaluate``. An example is
     tests/extension/threads_transport.py.
 
     Attributes:

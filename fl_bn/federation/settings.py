@@ -35,17 +35,17 @@ WEIGHTED = Used(
 class LocalTraining(Options):
     """Describe how a client trains in one round.
 
-    Most fields are options, with their keys in docs/config.md. Your own package can add
-    options by a subclass, see docs/how-to/method.md. Exactly one of ``epochs`` and
-    ``steps`` is positive.
+    Most fields are options, with their keys in docs/config.md. Your own package can
+    add options by a subclass, see docs/how-to/method.md. Exactly one of ``epochs``
+    and ``steps`` is positive.
 
     Args:
-        objective: The loss with its further terms, or a correction of the gradients. One
-            with strength 0 is replaced by the plain loss.
-        step_clip: The limit of ``clip="round"`` in a round of one local step, without
-            momentum. 0: ``clip_limit``.
-        weigh_all: Whether a client's weight in averages is the number of all its samples,
-            not of those that it trained on in the round.
+        objective: The loss with its further terms, or a correction of the
+            gradients. One with strength 0 is replaced by the plain loss.
+        step_clip: The limit of ``clip="round"`` in a round of one local step,
+            without momentum. 0: ``clip_limit``.
+        weigh_all: Whether a client's weight in averages is the number of all its
+            samples, not of those that it trained on in the round.
     """
 
     name: ClassVar[str] = "local training"
@@ -136,8 +136,9 @@ class LocalTraining(Options):
     def norm_in_round(self, learning_rate: float, steps: int) -> float:
         """Return a gradient's largest norm under ``clip="round"``, in a round of ``steps`` steps.
 
-        With it, SGD moves the weights by at most ``clip_limit``, or ``step_clip``, if
-        set, in one step, for which momentum does not count: its buffers start from zero.
+        With it, SGD moves the weights by at most ``clip_limit``, or ``step_clip``,
+        if set, in one step, for which momentum does not count: its buffers start
+        from zero.
         """
         if steps == 1 and self.step_clip:
             return norm_in_round(self.step_clip, learning_rate, 1, 0.0)
@@ -179,10 +180,10 @@ class LocalTraining(Options):
 class Schedule(Options):
     """Compute a round's learning rate: call it with a round (from 1) and the number of rounds.
 
-    ``constant``: it stays ``base``. ``step``: ``decay`` multiplies it after 50 % and 75 %
-    of the rounds. ``exponential``: after every round. ``cosine``: it falls along half a
-    cosine towards 0. ``milestones``: it is ``base`` times the factor of the last
-    milestone.
+    ``constant``: it stays ``base``. ``step``: ``decay`` multiplies it after 50 %
+    and 75 % of the rounds. ``exponential``: after every round. ``cosine``: it falls
+    along half a cosine towards 0. ``milestones``: it is ``base`` times the factor
+    of the last milestone.
     """
 
     name: ClassVar[str] = "the schedule"
@@ -229,12 +230,12 @@ class Schedule(Options):
 def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
     """Read pairs of a share of the rounds, and the rate's later factor, from a text.
 
-    ``0.6:0.1, 0.8:0.01`` means a tenth of the rate of round 1 after 60 % of the rounds,
-    and a hundredth after 80 %.
+    ``0.6:0.1, 0.8:0.01`` means a tenth of the rate of round 1 after 60 % of the
+    rounds, and a hundredth after 80 %.
 
     Raises:
-        ValueError: The form is wrong, shares do not rise between 0 and 1, or a factor is
-            not above 0.
+        ValueError: The form is wrong, shares do not rise between 0 and 1, or a
+            factor is not above 0.
     """
     try:
         pairs = tuple((float(share), float(factor)) for share, factor in (part.split(":") for part in names_of(text)))

@@ -45,8 +45,8 @@ class ServerStep:
     """Hold the inputs of a server step.
 
     Attributes:
-        rate: The clients' learning rate, which multiplies the server's step if clients
-            send gradients.
+        rate: The clients' learning rate, which multiplies the server's step if
+            clients send gradients.
         sum: The weighted sum of the replies, if each was added when it arrived.
         phase: The phase of the round, which decides what is frozen.
     """
@@ -72,12 +72,15 @@ class SharedModel:
     """Hold the server's ``model``, converted for ``method``, and clients' initial values.
 
     Attributes:
-        buffers: Floating-point buffers outside of norm layers, averaged like weights.
+        buffers: Floating-point buffers outside of norm layers, averaged like
+            weights.
         personal: Whether every client evaluates its own model, because clients keep
             tensors.
-        scales: Layer -> the deviation to which its input was rescaled before round 1.
+        scales: Layer -> the deviation to which its input was rescaled before round
+            1.
         reported: The statistics of ``Method.renew``, for ``Refresh.REPORTED``.
-        reached: Layers that statistics passes have reached at some client; None before.
+        reached: Layers that statistics passes have reached at some client; None
+            before.
         unseen: Layers of which no client reported a batch in the newest round.
         said_unmeasured: Whether this run has warned of unreached layers.
     """
@@ -161,8 +164,8 @@ class SharedModel:
     def whole(self, tensors: Named, batches: int = 0, kept: Collection[str] = ()) -> dict[str, Tensor]:
         """Return a ``load_state_dict`` file's tensors: ``kept``, and all not kept by clients.
 
-        The names are those of the unconverted network without wrappers, or, if the method
-        replaces BatchNorm, of the converted one. ``batches`` adds to
+        The names are those of the unconverted network without wrappers, or, if the
+        method replaces BatchNorm, of the converted one. ``batches`` adds to
         ``num_batches_tracked``.
         """
         state, place = self._copy.state, self.locality.place
@@ -244,8 +247,8 @@ class SharedModel:
     def change(self, step: ServerStep, statistics: Mapping[str, Running]) -> list[float]:
         """Make one server step on the weights, and store the new shared ``statistics``.
 
-        The step goes along the pseudo-gradient, or the averaged gradients. Return the
-        distance (L2) of each update to a robust rule's, if there is one.
+        The step goes along the pseudo-gradient, or the averaged gradients. Return
+        the distance (L2) of each update to a robust rule's, if there is one.
 
         Raises:
             NotFinite: The model's dtype cannot hold a new tensor, also after the

@@ -43,8 +43,10 @@ class Trained:
     """Hold the result of training over a client's batches once.
 
     Attributes:
-        samples: The samples in the training batches. One in two batches counts twice.
-        left_out: The number of batches of one sample on which the network cannot train.
+        samples: The samples in the training batches. One in two batches counts
+            twice.
+        left_out: The number of batches of one sample on which the network cannot
+            train.
     """
 
     loss: float

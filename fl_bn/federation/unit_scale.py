@@ -1,12 +1,12 @@
 """Rescale weights before round 1: BatchNorm's inputs get the deviation ``Method.scale``.
 
 A new network's activations have a small standard deviation, by which normalisation
-divides, so gradients are large. With BatchNorm they do little harm: they are orthogonal
-to the weights. If training normalises with constants, the first rounds diverge. So
-weights, means and deviations are divided by the same number: the network computes the
-same function (up to ``eps``) with smaller gradients. This is LSUV, with statistics of all
-clients (All You Need Is a Good Init, Mishkin and Matas, ICLR 2016, where the deviation is
-1).
+divides, so gradients are large. With BatchNorm they do little harm: they are
+orthogonal to the weights. If training normalises with constants, the first rounds
+diverge. So weights, means and deviations are divided by the same number: the
+network computes the same function (up to ``eps``) with smaller gradients. This is
+LSUV, with statistics of all clients (All You Need Is a Good Init, Mishkin and
+Matas, ICLR 2016, where the deviation is 1).
 
 Symbols: s -> deviation.
 """
@@ -43,15 +43,15 @@ MUCH = 0.01
 def producers(model: nn.Module) -> dict[str, str]:
     """Return the pairs to rescale: name of a BatchNorm layer -> name of the layer before it.
 
-    Only this BatchNorm layer may use the output of the layer before, directly or through
-    ``HOMOGENEOUS`` operations. That layer must be one of ``PRODUCERS`` and be trained.
-    Its weight must not be shared, computed from other tensors (spectral norm), or read by
-    the network's own ``forward``. Both must run once per forward pass, without hooks, and
-    all this in both modes.
+    Only this BatchNorm layer may use the output of the layer before, directly or
+    through ``HOMOGENEOUS`` operations. That layer must be one of ``PRODUCERS`` and
+    be trained. Its weight must not be shared, computed from other tensors (spectral
+    norm), or read by the network's own ``forward``. Both must run once per forward
+    pass, without hooks, and all this in both modes.
 
     Raises:
-        ValueError: torch.fx cannot trace the network (control flow that depends on data,
-            say).
+        ValueError: torch.fx cannot trace the network (control flow that depends on
+            data, say).
     """
     # copies, as forward may store torch.fx's stand-ins, and torch.fx cannot trace a wrapper (torch.compile, DataParallel)
     found = [_pairs(unwrapped(copied(model).train(mode))) for mode in (True, False)]
@@ -104,11 +104,11 @@ def rescaled(
 ) -> dict[str, Tensor]:
     """Return the tensors that change to give each BatchNorm layer's input deviation ``scale``.
 
-    Let s be ``sqrt(var + eps) / scale`` of a channel. Weight and bias of the layer before
-    BatchNorm (``sources``, see ``producers``) and the running mean are divided by s. The
-    running variance becomes ``scale**2 * var / (var + eps)``. Where eps changes a
-    channel's output by more than ``MUCH``, BatchNorm's own weight makes up for it.
-    Without one, the layer is left as it is.
+    Let s be ``sqrt(var + eps) / scale`` of a channel. Weight and bias of the layer
+    before BatchNorm (``sources``, see ``producers``) and the running mean are
+    divided by s. The running variance becomes ``scale**2 * var / (var + eps)``.
+    Where eps changes a channel's output by more than ``MUCH``, BatchNorm's own
+    weight makes up for it. Without one, the layer is left as it is.
     """
     new: dict[str, Tensor] = {}
     for norm, source in sources.items():

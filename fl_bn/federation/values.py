@@ -103,16 +103,19 @@ class Instruction:
 
     Attributes:
         phase: The phase. ``Phase.MEASURE``: clients only measure statistics.
-        sections: Section -> name in the state_dict -> tensor: ``weights``, ``statistics``
-            if shared, auxiliary tensors in training, and perhaps ``start``, initial
-            values of kept tensors.
+        sections: Section -> name in the state_dict -> tensor: ``weights``,
+            ``statistics`` if shared, auxiliary tensors in training, and perhaps
+            ``start``, initial values of kept tensors.
         measured: The moments that a statistics-only exchange measures: of layers'
             ``inputs``, or ``normalisers``, with which training normalises.
-        signature: That of model and method (``Locality.signature``); empty: not checked.
-        memory: The most bytes of activations in an exchange that goes layer by layer.
-        rate_share: ``learning_rate`` divided by the schedule's rate, below 1 if frozen
-            statistics lower it (``Method.learning_rate``).
-        objective: The expected objective (``Objective.described``). Empty: not checked.
+        signature: That of model and method (``Locality.signature``); empty: not
+            checked.
+        memory: The most bytes of activations in an exchange that goes layer by
+            layer.
+        rate_share: ``learning_rate`` divided by the schedule's rate, below 1 if
+            frozen statistics lower it (``Method.learning_rate``).
+        objective: The expected objective (``Objective.described``). Empty: not
+            checked.
     """
 
     round: int
@@ -137,8 +140,9 @@ class ClientState:
 
     Attributes:
         round: The round after which the client stored it; 0 before the first.
-        sections: Section -> name -> tensor. ``local`` has the model's, ``momentum``,
-            ``objective`` and ``optimizer`` have buffers for the next round.
+        sections: Section -> name -> tensor. ``local`` has the model's,
+            ``momentum``, ``objective`` and ``optimizer`` have buffers for the next
+            round.
         counted: Whether the server used the client's reply of that round.
         signature: The signature of model and method, if known.
     """
@@ -161,17 +165,18 @@ class Reply:
     """Hold one client's reply after a round.
 
     Attributes:
-        sections: Section -> name -> tensor: ``weights`` or ``gradients``, ``statistics``
-            or ``moments`` if the method reports them, and auxiliary tensors.
-        samples: The number of different samples that the client trained on or measured,
-            of all its samples with ``LocalTraining.weigh_all``.
+        sections: Section -> name -> tensor: ``weights`` or ``gradients``,
+            ``statistics`` or ``moments`` if the method reports them, and auxiliary
+            tensors.
+        samples: The number of different samples that the client trained on or
+            measured, of all its samples with ``LocalTraining.weigh_all``.
         weight: Its weight in averages: ``samples``, but in phase EXCHANGE the first
             batch's size.
-        metrics: Numbers by name. ``loss``: the mean over the training batches. ``steps``:
-            local steps. ``batch``: samples of the first batch. ``measured``: samples of a
-            statistics pass. ``waited``: seconds in exchanges. ``kept``: the round of the
-            state at the start. ``before`` and ``after`` local training: the task's metric
-            on the client's test data.
+        metrics: Numbers by name. ``loss``: the mean over the training batches.
+            ``steps``: local steps. ``batch``: samples of the first batch.
+            ``measured``: samples of a statistics pass. ``waited``: seconds in
+            exchanges. ``kept``: the round of the state at the start. ``before`` and
+            ``after`` local training: the task's metric on the client's test data.
         largest: The largest absolute value in the sections; 0 if unknown.
     """
 
@@ -202,7 +207,8 @@ class RoundReplies:
     Attributes:
         parts: The usable replies, in client order.
         refused: Client -> the reason why its reply is not used.
-        wrong: Clients whose reply breaks the protocol: they are faulty or Byzantine.
+        wrong: Clients whose reply breaks the protocol: they are faulty or
+            Byzantine.
         exchange: The session of the layer-wise exchange (FedTAN), if any.
         carrier: This exchange's transport, if any.
         messages: The number of messages that each client received.

@@ -29,9 +29,9 @@ def corrupt(
 ) -> list[Decoded]:
     """Rewrite the replies of the Byzantine clients, which are the last ``adversary.f`` of the run's ``population``.
 
-    Errors and unreadable replies stay. The attackers know the ``defence`` and what the
-    server ``sent``. They ignore honest replies that are not finite, since the server
-    refuses them.
+    Errors and unreadable replies stay. The attackers know the ``defence`` and what
+    the server ``sent``. They ignore honest replies that are not finite, since the
+    server refuses them.
     """
     index = {client.node: client.index for client in cohort}
     readable: dict[int, tuple[int, Payload]] = {}  # client -> position in ``replies``, arrays
@@ -110,9 +110,9 @@ Combine = Callable[[Sequence[Moments]], Moments]
 def _statistics_damage(honest: np.ndarray, f: int, truth: Combine, combine: Combine) -> Damage:
     """Return a measure of how much a lie of ``f`` clients changes one layer's combined statistics.
 
-    It is a norm over all channels: of the change of the mean in standard deviations, and
-    of the log of the ratio of the variances. ``honest`` (clients, 2 * channels) has
-    means, then variances.
+    It is a norm over all channels: of the change of the mean in standard
+    deviations, and of the log of the ratio of the variances. ``honest`` (clients, 2
+    * channels) has means, then variances.
     """
     known = [_moments(row) for row in honest]
     want = truth(known)

@@ -1,8 +1,8 @@
 """Find what depends on Flower's version: names that are private or have moved, and what deployments need.
 
-``from fl_bn.flower.compat import Stage`` looks for ``Stage`` where different versions of
-Flower keep it. This module imports the standard library alone, so that ``superlink.py``
-can load it by its path.
+``from fl_bn.flower.compat import Stage`` looks for ``Stage`` where different
+versions of Flower keep it. This module imports the standard library alone, so that
+``superlink.py`` can load it by its path.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def simulates(grid: Any) -> bool:
 def has_ended(grid: Any) -> bool:
     """Return whether the simulation behind ``grid`` has ended before its ServerApp.
 
-    Flower gives no other sign than that no thread of this process is in its engine any more.
+    Flower gives no other sign than that no thread of this process is in its engine
+    any more.
     """
     stacks = [traceback.walk_stack(top) for top in sys._current_frames().values()] if simulates(grid) else []
     return bool(stacks) and not any(frame.f_code.co_name == "start_vce" for stack in stacks for frame, _ in stack)
@@ -103,9 +104,9 @@ def has_ended(grid: Any) -> bool:
 def repeat_cancelled(invoker: Any) -> None:
     """Change Flower's retry invoker: a call that a stopping server cancels is repeated.
 
-    A server that stops cancels the replies that it is sending (gRPC's code CANCELLED),
-    but Flower repeats a call for the code UNAVAILABLE alone. Newer versions of Flower
-    call servers over HTTP and need no change.
+    A server that stops cancels the replies that it is sending (gRPC's code
+    CANCELLED), but Flower repeats a call for the code UNAVAILABLE alone. Newer
+    versions of Flower call servers over HTTP and need no change.
     """
     import grpc  # not above: loading this module by its path stays cheap
 
@@ -141,8 +142,8 @@ def deploys_by_grpc() -> bool:
 def federation_config(options: Mapping[str, object]) -> str:
     """Return the argument of ``flwr run`` that sets options of the simulation, which have no prefix ``options.``.
 
-    If one is given, Flower 1.25 drops all options of pyproject.toml. It then needs the
-    number of SuperNodes, and the CPUs of a client whose GPUs are given.
+    If one is given, Flower 1.25 drops all options of pyproject.toml. It then needs
+    the number of SuperNodes, and the CPUs of a client whose GPUs are given.
     """
     if pinned():
         options = {"num-supernodes": "...", **options}

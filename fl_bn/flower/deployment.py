@@ -1,7 +1,7 @@
 """Read what a deployment says of a run, and report the rounds of a user's own app to ``fl-bn status``.
 
-``fl-bn submit`` fills in the run config's name of the run, sites with their nodes, and
-folder of results.
+``fl-bn submit`` fills in the run config's name of the run, sites with their nodes,
+and folder of results.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def called_in(grid: object) -> ClientNames:
 def exchange_in(settings: ExchangeSettings) -> ExchangeSettings:
     """Return the settings of the layer-wise exchange for this process.
 
-    On a deployment's server, the folder that the environment variable ``FL_BN_SERVER``
-    names has the address, the deadlines and the TLS certificates: server.toml,
-    server.crt, server.key and ca.crt. Settings with certificates, or with ``replay``, are
-    returned unchanged.
+    On a deployment's server, the folder that the environment variable
+    ``FL_BN_SERVER`` names has the address, the deadlines and the TLS certificates:
+    server.toml, server.crt, server.key and ca.crt. Settings with certificates, or
+    with ``replay``, are returned unchanged.
 
     Raises:
         ValueError: Only the exchange would be unencrypted, or server.toml or a

@@ -1,16 +1,18 @@
 """Report which data leave each client, as they arrive at the server, before any check or average.
 
-The report counts every reply of a training round or of an exchange that only measures
-statistics, all vectors of a layer-wise exchange, and the numbers of every evaluation,
-even if unused. It does not count unreadable replies, Flower's headers, and vectors of a
-round that ended before they were averaged.
+The report counts every reply of a training round or of an exchange that only
+measures statistics, all vectors of a layer-wise exchange, and the numbers of every
+evaluation, even if unused. It does not count unreadable replies, Flower's headers,
+and vectors of a round that ended before they were averaged.
 
-A statistic of few samples reveals them. ``samples`` of a ``Disclosure`` is the number of
-different samples behind a statistic. ``values`` is the number of activations per channel.
+A statistic of few samples reveals them. ``samples`` of a ``Disclosure`` is the
+number of different samples behind a statistic. ``values`` is the number of
+activations per channel.
 
-The running statistics after one batch reveal those of the batch: ``(new - (1 - b) old) /
-b`` with momentum b. The weights after one step reveal its gradient, since the server
-knows the learning rate. Several batches or steps reveal only weighted means.
+The running statistics after one batch reveal those of the batch: ``(new - (1 - b)
+old) / b`` with momentum b. The weights after one step reveal its gradient, since
+the server knows the learning rate. Several batches or steps reveal only weighted
+means.
 """
 
 from __future__ import annotations
@@ -39,11 +41,11 @@ from fl_bn.support.wire import printable
 FEW = 8
 """The log warns of a statistic of fewer samples than this.
 
-Mean and variance of two samples give both; from three on, values are mixed. Published
-tables have the same kind of rule, with smallest counts of 5 to 11. This does not prove
-safety: the means of thousands of channels may show whether a known sample is among far
-more than eight (Homer et al., Resolving Individuals Contributing Trace Amounts of DNA to
-Highly Complex Mixtures, PLoS Genetics 2008).
+Mean and variance of two samples give both; from three on, values are mixed.
+Published tables have the same kind of rule, with smallest counts of 5 to 11. This
+does not prove safety: the means of thousands of channels may show whether a known
+sample is among far more than eight (Homer et al., Resolving Individuals
+Contributing Trace Amounts of DNA to Highly Complex Mixtures, PLoS Genetics 2008).
 """
 NAMED = 10  # the most clients that the warnings of a round name
 MOST_SECTIONS = 20  # the most sections of a reply that the report lists one by one; the others are added up
@@ -81,8 +83,8 @@ class DisclosureReport:
     ) -> Iterator[Decoded]:
         """Decode replies to train or measure messages one by one, and record what they reveal.
 
-        Vectors of a new layer-wise exchange ``session`` are recorded, too. ``round`` 0:
-        before the first.
+        Vectors of a new layer-wise exchange ``session`` are recorded, too.
+        ``round`` 0: before the first.
         """
         if session is not self._session:
             self._session = session

@@ -41,8 +41,8 @@ CONVERTED = "evaluate_fn gets the arrays of the converted network, since %s repl
 class Evaluations:
     """Evaluate the models of one run. The metrics of ``clients`` count.
 
-    ``at_server`` maps the global model to metrics, where clients do not evaluate. ``own``
-    combines the metrics of a user's app.
+    ``at_server`` maps the global model to metrics, where clients do not evaluate.
+    ``own`` combines the metrics of a user's app.
     """
 
     def __init__(self, run: GridTransport, at_server: Callable[[nn.Module], dict[str, float]] | None, own: OwnMetrics | None) -> None:
@@ -196,9 +196,9 @@ class Evaluations:
 def kept_average(run: GridTransport, number: int) -> tuple[dict[str, Tensor], dict[int, str]]:
     """Ask the clients for the tensors that they keep. Return their average, and why clients are not in it.
 
-    Clients that took no part in the training may start from it. All have the same weight.
-    (Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch
-    Normalization, ICLR 2021, appendix G.)
+    Clients that took no part in the training may start from it. All have the same
+    weight. (Li et al.: FedBN: Federated Learning on Non-IID Features via Local
+    Batch Normalization, ICLR 2021, appendix G.)
     """
     shared, clients = run.shared, run.evaluations.with_models(run.everyone())
     header, samples = header_for(shared, number, Phase.MEASURE), {client.index: client.samples for client in clients}

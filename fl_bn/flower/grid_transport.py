@@ -62,16 +62,17 @@ class RunResult(Result):
 class GridTransport(Transport):
     """Run the rounds of one strategy over a Flower grid, for fl-bn's application or a user's ``own_app``.
 
-    ``train`` calls the strategy's hooks ``configure_train`` and ``aggregate_train``,
-    whose own code is ``ask_to_train`` and ``combine``. ``evaluations`` calls the other
-    two hooks.
+    ``train`` calls the strategy's hooks ``configure_train`` and
+    ``aggregate_train``, whose own code is ``ask_to_train`` and ``combine``.
+    ``evaluations`` calls the other two hooks.
 
     Args:
         evaluate: maps the global model to metrics, at the server.
         callbacks: called at the start, after every round and at the end.
-        save_clients: the folder in which clients save models at the end. Empty: none do.
-        keep_checkpoint: stores a ``Checkpoint``, and returns the oldest round to which
-            the run can go back.
+        save_clients: the folder in which clients save models at the end. Empty:
+            none do.
+        keep_checkpoint: stores a ``Checkpoint``, and returns the oldest round to
+            which the run can go back.
         secure: the settings of SecAgg+. None: updates travel in the clear.
     """
 
@@ -157,8 +158,8 @@ class GridTransport(Transport):
     def inward(self, arrays: ArrayRecord) -> Named:
         """Convert arrays that a hook returned to the shared tensors.
 
-        They may have the names of the user's or of the converted network. A missing,
-        foreign or invalid array raises ``RunFailed``.
+        They may have the names of the user's or of the converted network. A
+        missing, foreign or invalid array raises ``RunFailed``.
         """
         if self.unchanged(arrays):
             return self._given[1]
@@ -179,9 +180,9 @@ class GridTransport(Transport):
     def train(self, instruction: Instruction) -> RoundReplies:
         """Let the clients train, by the strategy's hooks ``configure_train`` and ``aggregate_train``.
 
-        The latter also combines the replies, so that an override gets the new tensors,
-        and may change them. A hook may also change the tensors of the ``instruction``,
-        and the learning rate.
+        The latter also combines the replies, so that an override gets the new
+        tensors, and may change them. A hook may also change the tensors of the
+        ``instruction``, and the learning rate.
         """
         number, strategy, before = instruction.round, self.strategy, self.shared.tensors()
         assert strategy is not None, "a round belongs to a start"
@@ -362,8 +363,8 @@ class GridTransport(Transport):
     ) -> list[Message]:
         """Make one message per client, with ``values`` in fl-bn's config, and the user's ``config``.
 
-        The round's number is added to the latter. Messages live for ``steps`` times the
-        round's timeout.
+        The round's number is added to the latter. Messages live for ``steps`` times
+        the round's timeout.
         """
         self._down = {section: to_numpy(tensors) for section, tensors in instruction.sections.items()}
         content = to_records(self._down, header_for(self.shared, instruction.round, instruction.phase))

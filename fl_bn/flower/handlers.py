@@ -1,11 +1,12 @@
 """Answer the server's messages at a client, for fl-bn's own app, users' apps and secure aggregation.
 
-Handlers are functions of a module, since ``run_simulation`` pickles inner functions with
-all that they use.
+Handlers are functions of a module, since ``run_simulation`` pickles inner functions
+with all that they use.
 
-A client keeps its own tensors and the optimizer's momentum in Flower's ``context.state``,
-in the memory of the simulation or of the SuperNode, or in files, which survive both. In a
-resumed run, each client reads the state of the round to which the run goes back.
+A client keeps its own tensors and the optimizer's momentum in Flower's
+``context.state``, in the memory of the simulation or of the SuperNode, or in files,
+which survive both. In a resumed run, each client reads the state of the round to
+which the run goes back.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ PREVIOUS = "previous/"  # prefix for the sections of the state before the newest
 class MemoryState:
     """Store the newest state of a client, and the one before it, in Flower's ``context.state``.
 
-    The older state is needed when the message of the newest round comes again. Tensors of
-    another ``signature`` (of model and method) or named ``run`` are not used.
+    The older state is needed when the message of the newest round comes again.
+    Tensors of another ``signature`` (of model and method) or named ``run`` are not
+    used.
     """
 
     def __init__(self, state: RecordDict, signature: str, run: str = "") -> None:
@@ -83,9 +85,9 @@ class MemoryState:
 class FileState:
     """Store the states of one client in one run, in one file per round.
 
-    Files to which the run cannot go back are deleted. A file that is damaged, or belongs
-    to another client, model or method, is renamed with a message in the log, and not
-    used.
+    Files to which the run cannot go back are deleted. A file that is damaged, or
+    belongs to another client, model or method, is renamed with a message in the
+    log, and not used.
     """
 
     def __init__(self, folder: Path, run_id: RunId, client: int, signature: str) -> None:
@@ -155,8 +157,8 @@ class Request:
 
     Attributes:
         instruction: what to do; its phase is ``Phase.MEASURE`` for an evaluation.
-        transcript: in FedTAN's layer-wise exchange by replay, the server's answers so
-            far.
+        transcript: in FedTAN's layer-wise exchange by replay, the server's answers
+            so far.
     """
 
     header: Header
@@ -167,8 +169,8 @@ class Request:
     def kept(self, store: StateStore) -> ClientState:
         """Return the stored state from which the client starts: its newest before this round.
 
-        To measure or evaluate, it may be of this round. ``counted`` says whether the
-        server used its reply.
+        To measure or evaluate, it may be of this round. ``counted`` says whether
+        the server used its reply.
         """
         trains = self.instruction.trains
         kept = store.read(before=self.instruction.round + (not trains))
@@ -184,8 +186,8 @@ class Request:
 def read(message: Message, network: Network, form: Form | None = None, header: Header | None = None) -> Request:
     """Read a server's message, which must be for the model and method of ``network``, else ``WireError``.
 
-    ``form`` is that of the message's config; None: to train or to measure, as the header
-    says.
+    ``form`` is that of the message's config; None: to train or to measure, as the
+    header says.
     """
     if header is None and HEADER.name not in message.content:
         raise WireError("header", "", "expected a message of an fl-bn strategy: use a strategy of fl_bn.flower in server_app.py, like FBN")
@@ -228,8 +230,8 @@ def reply_to(message: Message, header: Header, reply: Reply) -> Message:
 class Participant:
     """Describe one client to the server, and find what it keeps.
 
-    ``folder`` is for the client's own tensors; without it, Flower's ``state`` has them.
-    The client ``tells`` the BatchNorm layers that it keeps, if asked.
+    ``folder`` is for the client's own tensors; without it, Flower's ``state`` has
+    them. The client ``tells`` the BatchNorm layers that it keeps, if asked.
     """
 
     network: Network
@@ -259,8 +261,8 @@ class Participant:
     def kept_layers(self, config: Mapping[str, Any], round: int) -> dict[str, Tensor]:
         """Return the scales, shifts and statistics that this client keeps after ``round``, by name.
 
-        Those not kept yet are the network's. A client that does not send them raises
-        ``PermissionError``.
+        Those not kept yet are the network's. A client that does not send them
+        raises ``PermissionError``.
         """
         if not self.tells:
             raise PermissionError("this client keeps its BatchNorm layers: set unseen-client, or tells=True in client_app.py")
@@ -304,8 +306,8 @@ def _in_time(answer: Answer, build: Build, message: Message, context: Context) -
     """Answer a message in a deployment within its time to live.
 
     There, each message has a process of its own. A client whose process hangs, for
-    example on a dead network drive, could join no later round. At the limit, the process
-    prints its traceback to stderr and ends.
+    example on a dead network drive, could join no later round. At the limit, the
+    process prints its traceback to stderr and ends.
     """
     faulthandler.dump_traceback_later(message.metadata.ttl, exit=True)
     try:

@@ -1,8 +1,8 @@
 """Run Flower on one machine: a ``Grid`` that calls the ClientApp directly, and ``run_in_process``.
 
-Apps are the same as under ``flwr run``, but without sockets and Ray. Clients run one
-after the other (in FedTAN, they take turns), or in worker processes. On the CPU, the
-results are those of a simulation on Ray, bit for bit.
+Apps are the same as under ``flwr run``, but without sockets and Ray. Clients run
+one after the other (in FedTAN, they take turns), or in worker processes. On the
+CPU, the results are those of a simulation on Ray, bit for bit.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class InProcessGrid(Grid):
     Args:
         app: the ClientApp, or its import path ``module:name``.
         clients: the number of nodes, 1 or more.
-        run_config: its ``engine`` says whether a cohort's clients are computed together
-            (vmap).
-        workers: the processes that answer messages. None: this one, until ``timing``
-            starts others.
-        timing: decides before each round whether workers would save time in the rest of
-            the run.
+        run_config: its ``engine`` says whether a cohort's clients are computed
+            together (vmap).
+        workers: the processes that answer messages. None: this one, until
+            ``timing`` starts others.
+        timing: decides before each round whether workers would save time in the
+            rest of the run.
     """
 
     def __init__(
@@ -123,8 +123,9 @@ class InProcessGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
         """Yield the replies in the order of ``messages``, each computed when the caller asks for it.
 
-        So the caller can free a reply before the next one. Clients that are computed
-        together, or exchange vectors, reply together. ``timeout`` has no effect.
+        So the caller can free a reply before the next one. Clients that are
+        computed together, or exchange vectors, reply together. ``timeout`` has no
+        effect.
         """
         messages = list(messages)
         exchanging = any(_exchange_token(message) for message in messages)
@@ -204,19 +205,21 @@ def run_in_process(
     """Run the ServerApp and ClientApp in this process, and restore torch's number of threads.
 
     Args:
-        config: the run config (``[tool.flwr.app.config]``). Its ``clients`` is the number
-            of nodes. Its ``workers`` is the number of processes that compute clients. 1,
-            the default: only this process. 0: one per core (per ``threads`` cores, if
-            set), started once this saves time in the remaining rounds, but none for a
-            GPU, with ``engine='vectorised'``, or if ``client_app`` is no import path.
+        config: the run config (``[tool.flwr.app.config]``). Its ``clients`` is the
+            number of nodes. Its ``workers`` is the number of processes that compute
+            clients. 1, the default: only this process. 0: one per core (per
+            ``threads`` cores, if set), started once this saves time in the
+            remaining rounds, but none for a GPU, with ``engine='vectorised'``, or
+            if ``client_app`` is no import path.
         server_app: the ServerApp, or its import path ``module:name``.
         client_app: the ClientApp, or its import path ``module:name``.
         workers: worker processes that were started before. They end with the run.
 
     Returns:
-        The run directory, a ``Path``, if the ServerApp names it in the record ``result``
-        of its context. For an app of Flower's older API (``legacy_server_app``): its
-        ``History``, with the final arrays as ``parameters``. Else None.
+        The run directory, a ``Path``, if the ServerApp names it in the record
+        ``result`` of its context. For an app of Flower's older API
+        (``legacy_server_app``): its ``History``, with the final arrays as
+        ``parameters``. Else None.
 
     Raises:
         Exception: whatever the ServerApp raises.

@@ -61,18 +61,20 @@ def legacy_client_app(
     """Return the ClientApp of a legacy ``client_fn``, whose clients train and evaluate by ``method``.
 
     In client_app.py, ``app = ClientApp(client_fn)`` becomes ``app =
-    legacy_client_app(client_fn, fixbn())``. The clients' class needs no change. In every
-    round, ``fit`` gets a new network's arrays, and the arrays that it returns are used.
-    So make in ``fit`` and ``evaluate`` whatever holds the network, such as the optimizer.
+    legacy_client_app(client_fn, fixbn())``. The clients' class needs no change. In
+    every round, ``fit`` gets a new network's arrays, and the arrays that it returns
+    are used. So make in ``fit`` and ``evaluate`` whatever holds the network, such
+    as the optimizer.
 
     Args:
         client_fn: makes a ``NumPyClient``, with or without ``.to_client()``, from
-            Flower's context or, in the oldest form, ``client_fn(cid: str)``, from the
-            client's number.
+            Flower's context or, in the oldest form, ``client_fn(cid: str)``, from
+            the client's number.
         method: the method, the same as the server's.
         net: the client's attribute that holds its network.
         trainloader: the client's attribute that holds its training batches.
-        task: splits a batch into inputs and targets, if the method measures the batches.
+        task: splits a batch into inputs and targets, if the method measures the
+            batches.
         tells: whether the client sends the BatchNorm layers that it keeps, as in
             ``answer``.
         mods: Flower's mods for the app.
@@ -141,18 +143,19 @@ def legacy_server_app(
     legacy_server_app(server_fn, Net, fixbn())``. The strategy is Flower's older
     ``FedAvg``, or a class derived from it. Its fractions, numbers of clients,
     ``initial_parameters``, ``on_fit_config_fn``, ``on_evaluate_config_fn``,
-    ``evaluate_fn`` and metric functions are used. Your class may override ``evaluate``,
-    ``aggregate_fit`` and ``aggregate_evaluate``. In the last two, ``super()`` returns
-    what fl-bn computed from the replies. Your ``Server`` may override ``fit``:
-    ``super().fit(...)`` runs the rounds, and returns Flower's ``History``, with all final
-    arrays of the network as ``parameters``, which ``run_in_process`` returns, too.
+    ``evaluate_fn`` and metric functions are used. Your class may override
+    ``evaluate``, ``aggregate_fit`` and ``aggregate_evaluate``. In the last two,
+    ``super()`` returns what fl-bn computed from the replies. Your ``Server`` may
+    override ``fit``: ``super().fit(...)`` runs the rounds, and returns Flower's
+    ``History``, with all final arrays of the network as ``parameters``, which
+    ``run_in_process`` returns, too.
 
     Args:
         server_fn: returns Flower's ``ServerAppComponents``.
         model: makes the network, unconverted.
         method: the method, the same as the clients'.
-        options: arguments of ``OwnAppStrategy`` that the older ``FedAvg`` does not have,
-            such as ``callbacks``.
+        options: arguments of ``OwnAppStrategy`` that the older ``FedAvg`` does not
+            have, such as ``callbacks``.
     """
     app = ServerApp()
 
@@ -290,8 +293,8 @@ class LegacyRounds(OwnAppStrategy):
 def _told(replies: Sequence[Message], clients: Sequence[Client], counted: Collection[int]) -> list[Any]:
     """Return pairs of client and results for the clients in ``counted``, as Flower's hooks get them.
 
-    A reply holds only the tensors that the method shares, so results have no arrays. A
-    client that sends no number of samples is left out.
+    A reply holds only the tensors that the method shares, so results have no
+    arrays. A client that sends no number of samples is left out.
     """
     index_of, told = {client.node: client.index for client in clients}, dict[int, Any]()
     for reply in replies:

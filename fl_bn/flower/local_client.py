@@ -45,14 +45,14 @@ class Site:
 
     Attributes:
         client: the client's index, from 0, of ``clients``.
-        folder: the folder in which the client saves its model at the end; None: it saves
-            none.
+        folder: the folder in which the client saves its model at the end; None: it
+            saves none.
         label_counts: the number of training samples per label, if reported.
-        state: the folder for tensors that the client keeps between rounds. None: they are
-            in Flower's ``context.state``, as long as the simulation or the SuperNode
-            runs.
-        node_config: lists the addresses of layer-wise exchanges to which the client may
-            connect.
+        state: the folder for tensors that the client keeps between rounds. None:
+            they are in Flower's ``context.state``, as long as the simulation or the
+            SuperNode runs.
+        node_config: lists the addresses of layer-wise exchanges to which the client
+            may connect.
     """
 
     client: int
@@ -70,18 +70,19 @@ class BatchNormClient(Participant):
     """Train, measure and evaluate one model as its method says.
 
     ``make_client_app`` calls ``compute``, ``evaluation`` and ``save``. Override
-    ``compute`` to change the training. Random numbers depend only on ``seed``, the client
-    and the round.
+    ``compute`` to change the training. Random numbers depend only on ``seed``, the
+    client and the round.
 
     Args:
-        model: the converted network with its initial tensors, which never change. Clients
-            of one process may share a ``Network``.
+        model: the converted network with its initial tensors, which never change.
+            Clients of one process may share a ``Network``.
         method: the run's method.
         settings: the settings of local training.
         site: the client's data and device.
         state: Flower's ``context.state``.
         seed: the run's seed.
-        tells: whether the client sends the layers that it keeps, for unseen clients.
+        tells: whether the client sends the layers that it keeps, for unseen
+            clients.
         task: the model's task.
     """
 
@@ -115,9 +116,9 @@ class BatchNormClient(Participant):
     def compute(self, request: Request, pack: Callable[[Reply], T]) -> T:
         """Train or measure as ``request`` says, and keep the tensors that stay with this client.
 
-        They are stored only if ``pack`` makes a message of the reply. The reply has 0
-        samples if the client sits out or, in an exchange by replay, asks for the next
-        answer.
+        They are stored only if ``pack`` makes a message of the reply. The reply has
+        0 samples if the client sits out or, in an exchange by replay, asks for the
+        next answer.
         """
         instruction, store = request.instruction, self.store(request.config)
         kept, joins = request.kept(store), request.connect(self.node_config)

@@ -1,8 +1,9 @@
 """Send a client's message again if the Ray actor that answers it dies, in Flower's simulation.
 
-Flower 1.25 returns even dead actors to its pool, where they fail every message at once.
-Here, a dead actor leaves the pool, and another one computes the same answer, bit for bit:
-it depends only on the message and on the client's state, which the main process holds.
+Flower 1.25 returns even dead actors to its pool, where they fail every message at
+once. Here, a dead actor leaves the pool, and another one computes the same answer,
+bit for bit: it depends only on the message and on the client's state, which the
+main process holds.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def repair(pool: Any = None) -> None:
 def submit(self: Any, ask: Any, job: tuple[Any, Any, str, Any]) -> Any:
     """Send a ``job`` (app, message, client, context) to a free actor, by Flower's function ``ask``.
 
-    A pool's method. Return Ray's future of the answer, or raise ``NoProcess`` if no actor
-    was started for ``PATIENCE`` seconds.
+    A pool's method. Return Ray's future of the answer, or raise ``NoProcess`` if no
+    actor was started for ``PATIENCE`` seconds.
     """
     with _free:
         while not _free.wait_for(lambda: bool(self.pool), PATIENCE):

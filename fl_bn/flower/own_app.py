@@ -48,22 +48,26 @@ Models = Callable[[Context], nn.Module]
 class OwnRound:
     """Compute one round at one client. ``training`` yields this object.
 
-    Your loop trains its ``model``. After the ``with`` block, ``message`` makes the reply.
+    Your loop trains its ``model``. After the ``with`` block, ``message`` makes the
+    reply.
 
     Attributes:
         model: the network to train, in training mode, converted for the method. Its
-            tensors come from the server or, if they stay at this client, from its last
-            round.
+            tensors come from the server or, if they stay at this client, from its
+            last round.
         number: the number of the round, from 1.
-        learning_rate: the strategy's ``rate``, or the one that ``train_config`` names.
-        rate_share: the factor, in (0, 1], for your learning rate in this round, below 1
-            where the statistics are frozen. The message's ``lr``, ``learning_rate`` and
-            ``learning-rate`` include it already. Multiply any other rate by it.
+        learning_rate: the strategy's ``rate``, or the one that ``train_config``
+            names.
+        rate_share: the factor, in (0, 1], for your learning rate in this round,
+            below 1 where the statistics are frozen. The message's ``lr``,
+            ``learning_rate`` and ``learning-rate`` include it already. Multiply any
+            other rate by it.
         batch: sets the number of samples of the first batch: ``round.batch(32)``.
         step_done: records a step without a torch optimiser: ``round.step_done()``.
-        backward: computes the gradients of an objective, and returns the loss alone:
-            ``round.backward(lambda: loss_of(x), x)`` replaces ``loss.backward()``. A
-            third argument calls a network on inputs, as ``Task.forward`` does.
+        backward: computes the gradients of an objective, and returns the loss
+            alone: ``round.backward(lambda: loss_of(x), x)`` replaces
+            ``loss.backward()``. A third argument calls a network on inputs, as
+            ``Task.forward`` does.
         instruction: the server's instruction.
         local: the client's half of the round without Flower.
     """
@@ -86,13 +90,14 @@ class OwnRound:
     ) -> Message:
         """Return the reply to the server's message, and store the tensors that stay at this client.
 
-        The reply's record ``metrics`` is yours. It has ``num-examples``, ``loss`` and
-        your own metrics. You may add to it, or add records whose names do not begin with
-        ``fl-bn/``.
+        The reply's record ``metrics`` is yours. It has ``num-examples``, ``loss``
+        and your own metrics. You may add to it, or add records whose names do not
+        begin with ``fl-bn/``.
 
         Args:
             samples: the number of different samples that the round trained on: the
-                client's weight in the average of the model. 0: the client takes no part.
+                client's weight in the average of the model. 0: the client takes no
+                part.
             loss: the mean training loss. Default: ``metrics["loss"]``, if any.
             metrics: your own training metrics by name, which the strategy combines:
                 ``{"train_acc": 0.9}``.
@@ -142,10 +147,10 @@ class RoundGoesOn(Exception):
 def replayed(message: Message, context: Context, handler: Callable[[Message, Context], Message]) -> Message:
     """Let ``handler`` use several messages for one round: ``@app.train(mods=[replayed])``.
 
-    If the round needs an answer of the server first, this Flower mod replies with the
-    client's question. FedTAN needs it if a cohort's clients cannot all run at the same
-    time (carrier ``replay`` of ``ExchangeSettings``). ``handler`` is your train handler,
-    which uses ``training``.
+    If the round needs an answer of the server first, this Flower mod replies with
+    the client's question. FedTAN needs it if a cohort's clients cannot all run at
+    the same time (carrier ``replay`` of ``ExchangeSettings``). ``handler`` is your
+    train handler, which uses ``training``.
     """
     try:
         return handler(message, context)
@@ -181,10 +186,10 @@ def training(
 ) -> Iterator[OwnRound]:
     """Run the client's half of a round around your own training loop, inside a train handler.
 
-    FedTAN may compute a round more than once, so torch's generator is seeded from run,
-    client and round; with the carrier ``replay``, NumPy's and Python's are, too. The
-    client's tensors stay in ``context.state`` between rounds, or below ``state-dir`` of
-    the node config.
+    FedTAN may compute a round more than once, so torch's generator is seeded from
+    run, client and round; with the carrier ``replay``, NumPy's and Python's are,
+    too. The client's tensors stay in ``context.state`` between rounds, or below
+    ``state-dir`` of the node config.
 
     Args:
         message: the server's message.
@@ -192,10 +197,11 @@ def training(
         model: your network, unconverted.
         method: the method, the same as the server's.
         batches: the training batches. HBN (unless ``separate=False``) and FBN with
-            ``report="pass"`` measure them before training. Other methods do not use them.
+            ``report="pass"`` measure them before training. Other methods do not use
+            them.
         task: splits a batch into inputs and targets for that measurement.
-        objective: ``PLAIN``, or FedProx, SCAFFOLD or FedSAM. With one of these three,
-            call ``round.backward(lambda: loss_of(x), x)`` in place of
+        objective: ``PLAIN``, or FedProx, SCAFFOLD or FedSAM. With one of these
+            three, call ``round.backward(lambda: loss_of(x), x)`` in place of
             ``loss.backward()``.
 
     Yields:
@@ -203,9 +209,10 @@ def training(
 
     Raises:
         ValueError: the message is for another model or method, this site forbids an
-            answer (``Refused``), or ``batches`` that the method needs are missing or
-            iterable only once.
-        RoundGoesOn: the round needs one more answer from the server, see ``replayed``.
+            answer (``Refused``), or ``batches`` that the method needs are missing
+            or iterable only once.
+        RoundGoesOn: the round needs one more answer from the server, see
+            ``replayed``.
     """
     admit_own(message, context, evaluates=False)
     client = _client(context, model, method, Participant)
@@ -236,9 +243,9 @@ def training(
 def evaluating(message: Message, context: Context, model: nn.Module, method: Method) -> nn.Module:
     """Return the network to test in an evaluate handler of your own, in evaluation mode.
 
-    Its tensors come from the server or, if they stay at this client, from its last round.
-    ``ValueError`` is raised for a message of another model or method, or if this site
-    forbids an answer.
+    Its tensors come from the server or, if they stay at this client, from its last
+    round. ``ValueError`` is raised for a message of another model or method, or if
+    this site forbids an answer.
     """
     admit_own(message, context, evaluates=True)
     client = _client(context, model, method, Participant)
@@ -257,8 +264,8 @@ def answer(
 ) -> None:
     """Register handlers with ``app`` for the server's queries, such as who the client is.
 
-    Your own handlers answer train and evaluate messages. A ``Gate`` checks messages and
-    replies of these handlers, and of all if you make the app as
+    Your own handlers answer train and evaluate messages. A ``Gate`` checks messages
+    and replies of these handlers, and of all if you make the app as
     ``ClientApp(mods=[Gate()])``.
 
     Args:
@@ -317,8 +324,8 @@ MOST_BATCHES = 1_000_000
 def samples_in(loader: Iterable[Any], task: Task) -> int:
     """Return the number of samples that a client may train on or measure in a pass over its loader.
 
-    A user's collate function may make several samples of one, so a first batch is made. A
-    loader of single samples, or a single batch, raises ``ValueError``.
+    A user's collate function may make several samples of one, so a first batch is
+    made. A loader of single samples, or a single batch, raises ``ValueError``.
     """
     check_not_one_batch("batches(context)", loader, task)
     data: Any = getattr(loader, "dataset", None)

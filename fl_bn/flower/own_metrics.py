@@ -78,9 +78,9 @@ class NamedRates:
 class OwnMetrics:
     """Combine the clients' own metrics by the user's functions, or by means over those that send one.
 
-    Where ``alike`` is true, against Byzantine clients, it is the median. A client is left
-    out, and logged, if its weight ``key`` is missing, a number is not finite, or a name
-    cannot be printed. Lists are not averaged.
+    Where ``alike`` is true, against Byzantine clients, it is the median. A client
+    is left out, and logged, if its weight ``key`` is missing, a number is not
+    finite, or a name cannot be printed. Lists are not averaged.
     """
 
     key: str = EXAMPLES

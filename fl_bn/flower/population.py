@@ -62,23 +62,24 @@ def round_half_up(x: float) -> int:
 class Population:
     """Track all clients of a run, by index. Flower's node ids are random, so only an index is reproducible.
 
-    Each node says which index its client has. If the operator lists the clients' nodes
-    (``called.nodes``), an index belongs to the listed node only. Otherwise the first node
-    that served an index keeps it; while it is offline, another one may serve the index.
-    An index that several new nodes claim is given to none.
+    Each node says which index its client has. If the operator lists the clients'
+    nodes (``called.nodes``), an index belongs to the listed node only. Otherwise
+    the first node that served an index keeps it; while it is offline, another one
+    may serve the index. An index that several new nodes claim is given to none.
 
     Args:
         policy: whom the run waits for, and how long.
         signature: the signature of model and method, the same at all clients.
         called: the names of clients and nodes.
-        number: the number of clients. 0: the most frequent ``num-partitions`` of the
-            nodes, once known.
-        least: in a user's own app, the smallest number of nodes; others may be unfit, or
-            not come for ``policy.wait`` seconds. 0: all clients are needed, or
-            ``policy.at_start``, and an unfit node ends the run.
+        number: the number of clients. 0: the most frequent ``num-partitions`` of
+            the nodes, once known.
+        least: in a user's own app, the smallest number of nodes; others may be
+            unfit, or not come for ``policy.wait`` seconds. 0: all clients are
+            needed, or ``policy.at_start``, and an unfit node ends the run.
 
     Attributes:
-        absent: why clients are missing that ``policy.min_sites`` lets the run do without.
+        absent: why clients are missing that ``policy.min_sites`` lets the run do
+            without.
     """
 
     def __init__(self, grid: Grid, policy: ServerPolicy, signature: str, called: ClientNames, number: int, least: int = 0) -> None:
@@ -324,10 +325,10 @@ class Population:
 class KeptTensors:
     """Remember in which rounds clients kept tensors of their own, and send initial values to the others.
 
-    In a user's own app, a client's new network has other initial weights. In fl-bn's
-    application, values are sent only if a run does not start from its model
-    (``begin_with``). ``counted`` has the last round in which each client's reply changed
-    the model.
+    In a user's own app, a client's new network has other initial weights. In
+    fl-bn's application, values are sent only if a run does not start from its model
+    (``begin_with``). ``counted`` has the last round in which each client's reply
+    changed the model.
     """
 
     def __init__(self, shared: SharedModel, called: ClientNames = UNNAMED, sends: bool = False) -> None:

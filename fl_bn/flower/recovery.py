@@ -34,10 +34,12 @@ class Checkpoint:
         failed: The number of rounds in a row, up to ``round``, that failed.
         kept: For each client, the last round in which it kept tensors of its own.
         history: The length in bytes of each file of results, by name.
-        generators: The states of Python's, NumPy's and torch's generators, as JSON, for
-            the user's code.
-        auxiliary: The tensors beside the weights (control variates), by section and name.
-        counted: For each client, the last round in which its reply changed the model.
+        generators: The states of Python's, NumPy's and torch's generators, as JSON,
+            for the user's code.
+        auxiliary: The tensors beside the weights (control variates), by section and
+            name.
+        counted: For each client, the last round in which its reply changed the
+            model.
         releases: The number of noisy sums that the privacy accountant has counted.
     """
 
@@ -77,8 +79,8 @@ class Checkpoint:
 class Recovery:
     """Write a run's checkpoints, and go back to one.
 
-    One is due after ``every`` rounds, but not after the last; 0: never. ``store`` returns
-    the oldest round to which the run can go back.
+    One is due after ``every`` rounds, but not after the last; 0: never. ``store``
+    returns the oldest round to which the run can go back.
     """
 
     def __init__(

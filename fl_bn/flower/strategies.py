@@ -77,53 +77,56 @@ class OwnAppStrategy(BatchNormStrategy):
 
     The app's ClientApp uses ``fl_bn.flower.answer`` and ``fl_bn.flower.training``.
 
-    A subclass may override hooks, as with ``BatchNormStrategy``. Their arrays have the
-    names of your network's state_dict, without tensors that clients keep. Names that
-    begin with ``_``, and ``transport``, are fl-bn's.
+    A subclass may override hooks, as with ``BatchNormStrategy``. Their arrays have
+    the names of your network's state_dict, without tensors that clients keep. Names
+    that begin with ``_``, and ``transport``, are fl-bn's.
 
-    A node that names another number of clients, or that cannot take part, is refused. The
-    run goes on with at least ``min_available_nodes``.
+    A node that names another number of clients, or that cannot take part, is
+    refused. The run goes on with at least ``min_available_nodes``.
 
-    The arguments of Flower's ``FedAvg`` are keywords here. A subclass may also set them,
-    as attributes of these names, until ``start`` is called.
+    The arguments of Flower's ``FedAvg`` are keywords here. A subclass may also set
+    them, as attributes of these names, until ``start`` is called.
 
-    - ``fraction_train``, ``fraction_evaluate``: the shares of the clients that train and
-      evaluate in a round. With ``fraction_evaluate=0`` nobody evaluates.
-    - ``min_train_nodes``, ``min_evaluate_nodes``, ``min_available_nodes``: the smallest
-      numbers of clients that train, that evaluate, and for the run to start.
-    - ``weighted_by_key``: the metric that weights a client in the means of metrics. In
-      the average of the model, its weight is the ``samples`` that it passes to
+    - ``fraction_train``, ``fraction_evaluate``: the shares of the clients that
+      train and evaluate in a round. With ``fraction_evaluate=0`` nobody evaluates.
+    - ``min_train_nodes``, ``min_evaluate_nodes``, ``min_available_nodes``: the
+      smallest numbers of clients that train, that evaluate, and for the run to
+      start.
+    - ``weighted_by_key``: the metric that weights a client in the means of metrics.
+      In the average of the model, its weight is the ``samples`` that it passes to
       ``round.message``.
-    - ``arrayrecord_key`` must be ``arrays``; ``configrecord_key`` is the name of the
-      record that ``train_config`` and ``evaluate_config`` become.
+    - ``arrayrecord_key`` must be ``arrays``; ``configrecord_key`` is the name of
+      the record that ``train_config`` and ``evaluate_config`` become.
     - ``train_metrics_aggr_fn``, ``evaluate_metrics_aggr_fn``: ``f(records,
-      weighted_by_key)`` combines the clients' own metrics. Default: means. The records
-      hold only metrics.
+      weighted_by_key)`` combines the clients' own metrics. Default: means. The
+      records hold only metrics.
 
     Args:
         model: your network, unconverted.
         method: the method, the same as the clients'.
-        optimizer: steps on the pseudo-gradient at the server. Every ``start`` takes a
-            copy without earlier momentum. Default: the average becomes the new model.
+        optimizer: steps on the pseudo-gradient at the server. Every ``start`` takes
+            a copy without earlier momentum. Default: the average becomes the new
+            model.
         defence: the robust rules against Byzantine clients.
         objective: the objective of your ``training``. SCAFFOLD needs it here, too,
             because the server sends control variates. If it is given, clients with
             another one raise an error.
-        callbacks: called at the start, after every round and at the end of ``start``.
-        clients: the number of clients. 0: the most frequent ``num-partitions`` of the
-            nodes.
-        options: the fields of ``ServerPolicy`` by name, such as ``seed``, ``calibrate``,
-            ``unit_scale``, ``client_weights``, ``exchange`` (FedTAN) and ``rate``.
-            Without ``rate``, the learning rate is the one that ``train_config`` names
-            (``RATES``), which a hook may change in the config of any round. FBN's shared
-            statistics move more slowly as it falls. In rounds with frozen statistics,
-            clients get a lower one.
+        callbacks: called at the start, after every round and at the end of
+            ``start``.
+        clients: the number of clients. 0: the most frequent ``num-partitions`` of
+            the nodes.
+        options: the fields of ``ServerPolicy`` by name, such as ``seed``,
+            ``calibrate``, ``unit_scale``, ``client_weights``, ``exchange`` (FedTAN)
+            and ``rate``. Without ``rate``, the learning rate is the one that
+            ``train_config`` names (``RATES``), which a hook may change in the
+            config of any round. FBN's shared statistics move more slowly as it
+            falls. In rounds with frozen statistics, clients get a lower one.
 
     Raises:
-        ValueError: an argument has a wrong type or value, or arguments contradict each
-            other.
-        TypeError: ``model`` is no network, ``method`` no method, or an option does not
-            exist.
+        ValueError: an argument has a wrong type or value, or arguments contradict
+            each other.
+        TypeError: ``model`` is no network, ``method`` no method, or an option does
+            not exist.
     """
 
     _policy: ServerPolicy | None = None  # None: this strategy runs fl-bn's own ClientApp, and its transport has the policy
@@ -207,11 +210,11 @@ class OfMethod(OwnAppStrategy):
 
     Args:
         model: your network, unconverted.
-        rounds: the server's settings for rounds, for fl-bn's own ClientApp. None: the app
-            is your own.
-        options: by name, the method's options (``fl_bn.methods``), and the arguments of
-            ``OwnAppStrategy`` or, with ``rounds``, of ``BatchNormStrategy``. HBN's
-            ``evaluate`` is the method's.
+        rounds: the server's settings for rounds, for fl-bn's own ClientApp. None:
+            the app is your own.
+        options: by name, the method's options (``fl_bn.methods``), and the
+            arguments of ``OwnAppStrategy`` or, with ``rounds``, of
+            ``BatchNormStrategy``. HBN's ``evaluate`` is the method's.
     """
 
     of: ClassVar[str]

@@ -42,12 +42,12 @@ class BatchNormStrategy(Strategy):
     """Train a model by a method over the clients of a grid, which run fl-bn's own ClientApp.
 
     A subclass may override the hooks ``configure_train``, ``aggregate_train``,
-    ``configure_evaluate``, ``aggregate_evaluate``, ``summary``, ``start`` and ``save``,
-    and call ``super()`` in them. Only ``start`` may call the hooks. fl-bn's own
-    attributes are ``transport`` and names that begin with ``_``.
+    ``configure_evaluate``, ``aggregate_evaluate``, ``summary``, ``start`` and
+    ``save``, and call ``super()`` in them. Only ``start`` may call the hooks.
+    fl-bn's own attributes are ``transport`` and names that begin with ``_``.
 
-    The hooks' argument ``arrays`` holds all shared tensors by state_dict name: weights,
-    affine parameters and statistics.
+    The hooks' argument ``arrays`` holds all shared tensors by state_dict name:
+    weights, affine parameters and statistics.
 
     Args:
         model: any torch network, unconverted. The run starts from its tensors.
@@ -55,10 +55,11 @@ class BatchNormStrategy(Strategy):
         rounds: the server's settings for rounds.
         optimizer: steps on the pseudo-gradient of the shared weights. Default: the
             average becomes the new model.
-        defence: the robust rules for statistics (also in FedTAN's layer-wise exchange)
-            and updates.
+        defence: the robust rules for statistics (also in FedTAN's layer-wise
+            exchange) and updates.
         options: by name, the other arguments of ``GridTransport``: ``evaluate``,
-            ``callbacks``, ``save_clients``, ``keep_checkpoint``, ``secure``, ``task``.
+            ``callbacks``, ``save_clients``, ``keep_checkpoint``, ``secure``,
+            ``task``.
 
     Raises:
         ValueError: arguments contradict each other.
@@ -111,11 +112,12 @@ class BatchNormStrategy(Strategy):
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Pair:
         """Read the replies, and combine them into the new shared model, as the method says.
 
-        In ``replies``, the records whose names do not begin with ``fl-bn/`` are your own.
+        In ``replies``, the records whose names do not begin with ``fl-bn/`` are
+        your own.
 
         Returns:
-            The shared tensors, and the combined metrics (``loss`` and ``samples`` among
-            them); ``(None, None)`` if too few replies are usable.
+            The shared tensors, and the combined metrics (``loss`` and ``samples``
+            among them); ``(None, None)`` if too few replies are usable.
         """
         return self._called().combine(server_round, replies)
 
@@ -197,32 +199,33 @@ class BatchNormStrategy(Strategy):
 
         Args:
             grid: Flower's grid.
-            initial_arrays: the tensors to start from, ``ArrayRecord(net.state_dict())``.
-                Default: the model's own. BatchNorm tensors that clients keep start from
-                them, too.
+            initial_arrays: the tensors to start from,
+                ``ArrayRecord(net.state_dict())``. Default: the model's own.
+                BatchNorm tensors that clients keep start from them, too.
             num_rounds: the number of rounds, 0 or more.
-            timeout: how many seconds to wait for the replies of a round, and in an app of
-                your own for the clients at the start. Default: that of ``rounds``; in an
-                app of your own Flower's 3600 s.
+            timeout: how many seconds to wait for the replies of a round, and in an
+                app of your own for the clients at the start. Default: that of
+                ``rounds``; in an app of your own Flower's 3600 s.
             train_config: values for every train message, such as ``lr``.
             evaluate_config: values for every evaluate message.
             evaluate_fn: evaluates at the server, besides the clients:
-                ``evaluate_fn(round, arrays)``, from round 0 on. The arrays load into the
-                network by ``load_state_dict``. BatchNorm layers that clients keep are
-                averaged over the clients that send theirs.
-            resume: a checkpoint, which ``keep_checkpoint`` got. The run goes on after its
-                round.
+                ``evaluate_fn(round, arrays)``, from round 0 on. The arrays load
+                into the network by ``load_state_dict``. BatchNorm layers that
+                clients keep are averaged over the clients that send theirs.
+            resume: a checkpoint, which ``keep_checkpoint`` got. The run goes on
+                after its round.
 
         Returns:
-            Flower's result, with the arrays of the last evaluation and every round's
-            record.
+            Flower's result, with the arrays of the last evaluation and every
+            round's record.
 
         Raises:
-            RunFailed: clients are missing, too many rounds in a row failed, there is
-                nothing to measure, the clients' app does not answer, or the method's
-                layer-wise exchange has no carrier for this grid.
+            RunFailed: clients are missing, too many rounds in a row failed, there
+                is nothing to measure, the clients' app does not answer, or the
+                method's layer-wise exchange has no carrier for this grid.
             ValueError: ``initial_arrays`` do not fit the network, ``num_rounds`` is
-                invalid, or a hook is overridden that secure aggregation never calls.
+                invalid, or a hook is overridden that secure aggregation never
+                calls.
         """
         check_fits(STARTS, {"num_rounds": num_rounds, "timeout": timeout})
         if simulated():

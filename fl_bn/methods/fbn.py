@@ -1,20 +1,20 @@
 """Define FBN: normalise with shared statistics, which include the means' spread.
 
-Overcoming the Challenges of Batch Normalization in Federated Learning, Guerraoui et al.,
-Algorithm 2.
+Overcoming the Challenges of Batch Normalization in Federated Learning, Guerraoui et
+al., Algorithm 2.
 
-Clients report moments. The server pools them and moves the shared statistics towards
-them, by the share ``tracking`` of the difference (``follow``), whatever the number of
-local steps. The share falls with the learning rate, because the weights then change less.
-With ``momentum`` and one local step this is Algorithm 2 exactly, also for unequal
-batches.
+Clients report moments. The server pools them and moves the shared statistics
+towards them, by the share ``tracking`` of the difference (``follow``), whatever the
+number of local steps. The share falls with the learning rate, because the weights
+then change less. With ``momentum`` and one local step this is Algorithm 2 exactly,
+also for unequal batches.
 
-Within a round the statistics are constants, so the gradient ignores their later change,
-which undoes part of the step (Batch Normalization, Ioffe and Szegedy, ICML 2015, section
-2). If each round replaced the statistics, the scale of activations would grow, and the
-accuracy would fall. So the share also shrinks as a layer's scale grows beyond that of
-``federation.unit_scale`` (``slowdown``). At ``LIMIT`` times that scale the statistics
-stay, and the gradient is exact.
+Within a round the statistics are constants, so the gradient ignores their later
+change, which undoes part of the step (Batch Normalization, Ioffe and Szegedy, ICML
+2015, section 2). If each round replaced the statistics, the scale of activations
+would grow, and the accuracy would fall. So the share also shrinks as a layer's
+scale grows beyond that of ``federation.unit_scale`` (``slowdown``). At ``LIMIT``
+times that scale the statistics stay, and the gradient is exact.
 
 Symbols: b (beta) -> momentum, K n -> count of the pooled moments, E -> steps.
 """
@@ -34,8 +34,8 @@ from fl_bn.options import Options, option, takes
 BOUNDED_SCALE = 0.3
 """Standard deviation of BatchNorm inputs at the start, with clipped gradients.
 
-At 1, FBN learns more slowly. At 0.3 without clipping, it diverges with one class per
-client and several steps: docs/methods/fbn.md.
+At 1, FBN learns more slowly. At 0.3 without clipping, it diverges with one class
+per client and several steps: docs/methods/fbn.md.
 """
 
 LIMIT = 1.5
@@ -47,10 +47,10 @@ DEAD = 1e-12
 def slowdown(shared: Running, scale: float = 1.0) -> float:
     """Return a factor from 0 to 1 for the weight of a layer's new moments.
 
-    It is 1 up to an input of standard deviation ``scale``. Above, it falls linearly with
-    the logarithm of the deviation, to 0 at ``LIMIT`` times ``scale``. The deviation is
-    the geometric mean over the channels, without dead ones (``DEAD``). If all are dead,
-    it is 1.
+    It is 1 up to an input of standard deviation ``scale``. Above, it falls linearly
+    with the logarithm of the deviation, to 0 at ``LIMIT`` times ``scale``. The
+    deviation is the geometric mean over the channels, without dead ones (``DEAD``).
+    If all are dead, it is 1.
     """
     var = shared.var.double()
     living = var[var > DEAD * var.median()]
@@ -63,8 +63,8 @@ def slowdown(shared: Running, scale: float = 1.0) -> float:
 def follow(shared: Running, measured: Moments, tracking: float, scale: float = 1.0) -> Running:
     """Move shared statistics towards the measured moments by one step.
 
-    ``measured`` has the weight ``tracking``, in (0, 1], times ``slowdown``. The result is
-    float64.
+    ``measured`` has the weight ``tracking``, in (0, 1], times ``slowdown``. The
+    result is float64.
     """
     return ema(shared, measured, tracking * slowdown(shared, scale))
 
@@ -101,9 +101,9 @@ class FBNOptions(Options):
 def combine(reports: LayerReports, tracking: float, momentum: float | None, report: StatisticsReport) -> Running:
     """Compute a layer's new shared statistics from the clients' moments.
 
-    Their weight is ``tracking``, reduced with the learning rate and by ``slowdown``.
-    ``momentum`` means BatchNorm's running update instead: once or, if ``report`` is
-    ``BATCHES``, once per local step.
+    Their weight is ``tracking``, reduced with the learning rate and by
+    ``slowdown``. ``momentum`` means BatchNorm's running update instead: once or, if
+    ``report`` is ``BATCHES``, once per local step.
     """
     pooled = pool(reports.parts, reports.average)
     if momentum is None:
@@ -116,10 +116,10 @@ def combine(reports: LayerReports, tracking: float, momentum: float | None, repo
 def fbn(options: FBNOptions) -> Method:
     """Make FBN: training normalises with shared statistics, which follow the pooled moments.
 
-    Without ``momentum``, gradients are centred (``federation.gradients``). If gradients
-    are also clipped, BatchNorm inputs start with the standard deviation
-    ``BOUNDED_SCALE``, otherwise 1. With ``momentum`` it is 1, and the method is Algorithm
-    2.
+    Without ``momentum``, gradients are centred (``federation.gradients``). If
+    gradients are also clipped, BatchNorm inputs start with the standard deviation
+    ``BOUNDED_SCALE``, otherwise 1. With ``momentum`` it is 1, and the method is
+    Algorithm 2.
     """
     report, own = REPORTS[options.report], options.momentum is None
     return Method(

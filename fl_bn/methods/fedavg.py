@@ -1,7 +1,7 @@
 """Define FedAvg with BatchNorm, the baseline.
 
-Communication-Efficient Learning of Deep Networks from Decentralized Data, McMahan et al.,
-AISTATS 2017.
+Communication-Efficient Learning of Deep Networks from Decentralized Data, McMahan
+et al., AISTATS 2017.
 
 Clients normalise with their own batches. The server averages the running means and,
 separately, the variances. Counters (``num_batches_tracked``) are not averaged.

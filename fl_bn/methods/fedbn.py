@@ -1,15 +1,16 @@
 """Define the methods whose clients keep layers: FedBN, SiloBN, FedLBN and SingleSet.
 
-FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al.,
-ICLR 2021, Algorithm 1, for feature shift (the same classes, photographed differently).
-SingleSet is its baseline (section 5), which keeps all layers.
+FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et
+al., ICLR 2021, Algorithm 1, for feature shift (the same classes, photographed
+differently). SingleSet is its baseline (section 5), which keeps all layers.
 
-SiloBN: Siloed Federated Learning for Multi-Centric Histopathology Datasets, Andreux et
-al., DCL 2020.
+SiloBN: Siloed Federated Learning for Multi-Centric Histopathology Datasets, Andreux
+et al., DCL 2020.
 
-FedLBN: the first BatchNorm layer stays at its client, the others are FBN's. Clients whose
-inputs look different (other cameras, other scanners) differ most in the first layer's
-statistics. With shared statistics, the layers above do not depend on a client's labels.
+FedLBN: the first BatchNorm layer stays at its client, the others are FBN's. Clients
+whose inputs look different (other cameras, other scanners) differ most in the first
+layer's statistics. With shared statistics, the layers above do not depend on a
+client's labels.
 """
 
 from dataclasses import replace

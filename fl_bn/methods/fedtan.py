@@ -1,17 +1,17 @@
 """Define FedTAN: each round's first local step equals a centralised step.
 
-Why Batch Normalization Damage Federated Learning on Non-IID Data?, Wang, Shi, Chang,
-Algorithms 1-3.
+Why Batch Normalization Damage Federated Learning on Non-IID Data?, Wang, Shi,
+Chang, Algorithms 1-3.
 
-In the forward pass, every BatchNorm layer normalises with the moments of the cohort's
-batches (Algorithm 2). In the backward pass, the gradients of these moments are averaged
-(Algorithm 3). Each average is a call of ``exchange(key, local, count)``. After that step,
-the models' average, weighted by batch sizes, is what centralised training would give.
-Steps 2, 3, ... use each client's own batches.
+In the forward pass, every BatchNorm layer normalises with the moments of the
+cohort's batches (Algorithm 2). In the backward pass, the gradients of these moments
+are averaged (Algorithm 3). Each average is a call of ``exchange(key, local,
+count)``. After that step, the models' average, weighted by batch sizes, is what
+centralised training would give. Steps 2, 3, ... use each client's own batches.
 
-Two schedules give equal results. ``paper`` exchanges means, then variances about the
-common mean, then gradients (3L exchanges for L layers). ``merged`` sends mean and
-variance together, and adds the spread of the means (2L).
+Two schedules give equal results. ``paper`` exchanges means, then variances about
+the common mean, then gradients (3L exchanges for L layers). ``merged`` sends mean
+and variance together, and adds the spread of the means (2L).
 
 Symbols: p_i -> share of client i in the sum of batch sizes; m_i, M -> ``count``, as
 passed and as returned; G -> gradients that the exchange returns.
@@ -51,8 +51,8 @@ class Live(Uncopied):
     A copied or pickled layer has ``live = None``.
 
     Attributes:
-        answers: the cohort's moments that the exchange returned, one per call of the
-            layer.
+        answers: the cohort's moments that the exchange returned, one per call of
+            the layer.
     """
 
     exchange: Exchange

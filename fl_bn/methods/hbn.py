@@ -1,18 +1,19 @@
 """Define HBN: normalise with a learnable mixture of batch and global statistics.
 
-Hybrid Batch Normalisation: Resolving the Dilemma of Batch Normalisation in Federated
-Learning, equations 7 to 11.
+Hybrid Batch Normalisation: Resolving the Dilemma of Batch Normalisation in
+Federated Learning, equations 7 to 11.
 
-Before training, each client measures the moments of its data (equation 7). The server
-pools them without bias (equation 8) and moves the global statistics towards them
-(equation 11). A layer normalises with a mixture of its batch's statistics and the global
-ones (equation 9). The mixing logits are trained as weights, and never leave their client.
+Before training, each client measures the moments of its data (equation 7). The
+server pools them without bias (equation 8) and moves the global statistics towards
+them (equation 11). A layer normalises with a mixture of its batch's statistics and
+the global ones (equation 9). The mixing logits are trained as weights, and never
+leave their client.
 
-The global statistics contain moments of older weights. So before an evaluation they are
-measured with the evaluated weights (``Refresh``).
+The global statistics contain moments of older weights. So before an evaluation they
+are measured with the evaluated weights (``Refresh``).
 
-The ablations of Table 6 are options: ``separate=False`` (1), ``merge="average"`` (2), and
-``mixing``: ``"shared"`` (3), ``"batch"`` (4), ``"half"`` (5).
+The ablations of Table 6 are options: ``separate=False`` (1), ``merge="average"``
+(2), and ``mixing``: ``"shared"`` (3), ``"batch"`` (4), ``"half"`` (5).
 
 Symbols: G -> shared statistics, lambda -> lam, p -> mixing_logit, a ->
 sigmoid(mixing_logit).
@@ -48,7 +49,8 @@ TRACKING, PARTIAL = 0.05, 0.01
 SCALE = 0.3
 """Standard deviation of BatchNorm inputs at the start, about that of a new network.
 
-At 1, HBN lost ten points in 25 rounds on ordinary data: docs/concepts/statistics.md.
+At 1, HBN lost ten points in 25 rounds on ordinary data:
+docs/concepts/statistics.md.
 """
 ONE_SIDED = 100.0
 """A mixing logit whose sigmoid is exactly 1 in float64, that of its negative nearly 0."""
@@ -128,14 +130,15 @@ def combine(reports: LayerReports, tracking: float, lam: float | None, merge: st
 def hbn(options: HBNOptions) -> Method:
     """Make HBN: training normalises with a mixture of batch statistics and global ones.
 
-    ``tracking`` is the weight of a round's moments in the global statistics, reduced by
-    ``methods.fbn.slowdown``, and gradients are centred (``federation.gradients``).
-    ``lam`` is equation 11's weight instead, without centring. ``lower_layers`` is
-    explained at ``StatisticsPass``; the paper's code has ``hybrid``.
+    ``tracking`` is the weight of a round's moments in the global statistics,
+    reduced by ``methods.fbn.slowdown``, and gradients are centred
+    (``federation.gradients``). ``lam`` is equation 11's weight instead, without
+    centring. ``lower_layers`` is explained at ``StatisticsPass``; the paper's code
+    has ``hybrid``.
 
     ``evaluate="exact"`` suits ``lam=1``, where every round replaces the global
-    statistics. It needs one exchange per layer. ``"hybrid"`` suits a smaller ``lam``: the
-    mixtures of training then contain older statistics.
+    statistics. It needs one exchange per layer. ``"hybrid"`` suits a smaller
+    ``lam``: the mixtures of training then contain older statistics.
 
     ``separate=False`` has no statistics pass, and evaluates with the reports of the
     round's cohort. ``merge`` has no effect with ``evaluate="exact"``.

@@ -22,11 +22,11 @@ class Phase(Enum):
 
     Attributes:
         TRAIN: local training.
-        FROZEN: local training with frozen BatchNorm tensors (``Method.frozen``). Frozen
-            statistics are not reported.
+        FROZEN: local training with frozen BatchNorm tensors (``Method.frozen``).
+            Frozen statistics are not reported.
         MEASURE: statistics without training.
-        EXCHANGE: local training, in whose first step the clients average every layer's
-            moments (FedTAN).
+        EXCHANGE: local training, in whose first step the clients average every
+            layer's moments (FedTAN).
     """
 
     TRAIN = "train"
@@ -83,10 +83,11 @@ class Refresh(Enum):
 
     Attributes:
         NOTHING: the statistics of training are evaluated.
-        EXACT: passes in evaluation mode. After pass p, layers 1..p have the statistics of
-            the union of all data. One pass is enough if clients exchange statistics layer
-            by layer (``RECALIBRATIONS``).
-        HYBRID: one pass in training mode. It measures what every layer normalises with.
+        EXACT: passes in evaluation mode. After pass p, layers 1..p have the
+            statistics of the union of all data. One pass is enough if clients
+            exchange statistics layer by layer (``RECALIBRATIONS``).
+        HYBRID: one pass in training mode. It measures what every layer normalises
+            with.
         REPORTED: no pass. The round's reports are combined.
     """
 
@@ -112,13 +113,14 @@ class StatisticsPass:
     """Describe a pass over a client's data that measures BatchNorm layers, and changes no state.
 
     Attributes:
-        lower_layers: how the layers below the measured one normalise. ``shared``: as in
-            evaluation; combining the clients' moments is then exact in every layer.
-            ``hybrid``: as in training; it is then exact in the first layer only.
-        samples: size of a seeded random subset. 0: all. ``AS_TRAINED``: as many as the
-            client trains on in the round, but at least ``FEWEST``.
-        measured: ``inputs``: moments of the layers' inputs. ``normalisers``: the mean and
-            variance that normalise a training batch (``Refresh.HYBRID``).
+        lower_layers: how the layers below the measured one normalise. ``shared``:
+            as in evaluation; combining the clients' moments is then exact in every
+            layer. ``hybrid``: as in training; it is then exact in the first layer
+            only.
+        samples: size of a seeded random subset. 0: all. ``AS_TRAINED``: as many as
+            the client trains on in the round, but at least ``FEWEST``.
+        measured: ``inputs``: moments of the layers' inputs. ``normalisers``: the
+            mean and variance that normalise a training batch (``Refresh.HYBRID``).
     """
 
     lower_layers: str
@@ -142,11 +144,12 @@ class LayerReports:
 
     Attributes:
         parts: one ``Moments`` per client.
-        steps: the clients' training batches: a mean, weighted by the counts of ``parts``.
+        steps: the clients' training batches: a mean, weighted by the counts of
+            ``parts``.
         average: combines n clients' values.
         pace: the learning rate divided by that of round 1.
-        scale: the standard deviation of the layer's input at the start, if the server set
-            it (``federation.unit_scale``).
+        scale: the standard deviation of the layer's input at the start, if the
+            server set it (``federation.unit_scale``).
     """
 
     shared: Running
@@ -189,37 +192,42 @@ class Method:
     Attributes:
         name: as in the run config and in reports.
         layer: replaces a BatchNorm layer. None: torch's stays.
-        prepare: changes the rest of the converted network. The log shows its docstring's
-            first line.
+        prepare: changes the rest of the converted network. The log shows its
+            docstring's first line.
         local: roles of tensors that never leave their client, which stores them.
-        local_in: ``(layer, index) -> roles``: the roles that are local in the BatchNorm
-            layer of this name and place, beside ``local``. If statistics are among them,
-            ``layer`` does not replace it. None: all layers are alike.
+        local_in: ``(layer, index) -> roles``: the roles that are local in the
+            BatchNorm layer of this name and place, beside ``local``. If statistics
+            are among them, ``layer`` does not replace it. None: all layers are
+            alike.
         report: what clients report after training.
         combine: computes new shared statistics from the reports on a layer.
         phase: ``(round, rounds) -> Phase``. Rounds count from 1.
         refresh: the statistics-only exchange before an evaluation (HBN).
         refreshed_by: the clients in it: ``all``, or the round's ``cohort``.
         renew: computes shared statistics from the reports of that exchange.
-        calibrate: whether statistics are measured before round 1, because training uses
-            them.
-        constant: whether training normalises with the shared statistics alone (FBN).
+        calibrate: whether statistics are measured before round 1, because training
+            uses them.
+        constant: whether training normalises with the shared statistics alone
+            (FBN).
         statistics_pass: how statistics are measured.
-        needs_running: whether torch's BatchNorm layers must have running statistics.
+        needs_running: whether torch's BatchNorm layers must have running
+            statistics.
         frozen: roles of tensors that stay in frozen rounds.
-        frozen_rate: the highest learning rate in rounds with frozen statistics, as a
-            share of that before them.
-        scale: the standard deviation that ``federation.unit_scale`` gives to BatchNorm
-            inputs at the start. This needs shared statistics.
-        bounded_scale: ``scale`` in bounded training, see ``bounded``. None: the same.
+        frozen_rate: the highest learning rate in rounds with frozen statistics, as
+            a share of that before them.
+        scale: the standard deviation that ``federation.unit_scale`` gives to
+            BatchNorm inputs at the start. This needs shared statistics.
+        bounded_scale: ``scale`` in bounded training, see ``bounded``. None: the
+            same.
         bounded_frozen_rate: ``frozen_rate`` in bounded training. None: the same.
-        centre: whether gradients of weights are centred, so that they ignore the inputs'
-            mean (``federation.gradients``). None: in rounds with frozen statistics.
-        restarts: whether the optimiser loses its state, such as momentum, after a step
-            with a layer-wise exchange.
+        centre: whether gradients of weights are centred, so that they ignore the
+            inputs' mean (``federation.gradients``). None: in rounds with frozen
+            statistics.
+        restarts: whether the optimiser loses its state, such as momentum, after a
+            step with a layer-wise exchange.
         adversary: Byzantine clients, for experiments.
-        fraction: the share of clients per round for which options were chosen (HBN's
-            tracking). None: any.
+        fraction: the share of clients per round for which options were chosen
+            (HBN's tracking). None: any.
     """
 
     name: str
@@ -299,8 +307,8 @@ class Method:
         """Return the learning rate of ``round``.
 
         While statistics are frozen, ``schedule(round, rounds)`` is limited to
-        ``frozen_rate`` times the highest rate before the freeze, unless that is 0 or the
-        freeze starts in round 1.
+        ``frozen_rate`` times the highest rate before the freeze, unless that is 0
+        or the freeze starts in round 1.
         """
         rate = schedule(round, rounds)
         if self.frozen_rate == 1 or not self.freezes_statistics(self.phase(round, rounds)):
@@ -323,8 +331,8 @@ class Method:
     def at_clients(self) -> str:
         """Return, as text, the options that decide what a client computes.
 
-        The server needs the same ones. Its own options, such as ``freeze_after``, and
-        functions are left out.
+        The server needs the same ones. Its own options, such as ``freeze_after``,
+        and functions are left out.
         """
         parts: dict[str, Any] = {
             "report": self.report,
@@ -347,10 +355,10 @@ class Method:
     def bounded(self) -> Method:
         """Return a copy of the method for training with clipped gradients.
 
-        ``bounded_scale`` applies if the method centres gradients in every round, and
-        ``bounded_frozen_rate`` if it centres them in frozen rounds. Without centring, a
-        smaller scale lowers the accuracy, and frozen rounds at the full learning rate end
-        at chance level.
+        ``bounded_scale`` applies if the method centres gradients in every round,
+        and ``bounded_frozen_rate`` if it centres them in frozen rounds. Without
+        centring, a smaller scale lowers the accuracy, and frozen rounds at the full
+        learning rate end at chance level.
         """
         scale = self.bounded_scale if self.bounded_scale is not None and self.centre else self.scale
         share = self.bounded_frozen_rate if self.bounded_frozen_rate is not None and self.centres(Phase.FROZEN) else self.frozen_rate
@@ -401,19 +409,20 @@ def freeze(
 ) -> Method:
     """Return a copy of ``method`` that freezes BatchNorm tensors after some rounds (FixBN, FedTAN-II).
 
-    In frozen rounds, BatchNorm layers normalise with the statistics of round ``after``,
-    bit for bit. All parameters are still trained. The network then depends on its
-    weights' scale, and its gradient contains the mean of a layer's input, so it collapses
-    at a high learning rate. So frozen rounds centre gradients and reduce the rate.
+    In frozen rounds, BatchNorm layers normalise with the statistics of round
+    ``after``, bit for bit. All parameters are still trained. The network then
+    depends on its weights' scale, and its gradient contains the mean of a layer's
+    input, so it collapses at a high learning rate. So frozen rounds centre
+    gradients and reduce the rate.
 
     Args:
         method: for the rounds before.
         after: last round before the freeze. Default: half of the rounds.
-        what: roles of the tensors that freeze: statistics, affine parameters, or both
-            (Table H). The optimiser does not get frozen parameters.
-        rate: the highest learning rate in frozen rounds, as a share of that before, in
-            (0, 1]. 1: no limit. Default: ``BOUNDED_FROZEN_RATE`` in bounded training with
-            centred gradients, else ``unbounded_rate``.
+        what: roles of the tensors that freeze: statistics, affine parameters, or
+            both (Table H). The optimiser does not get frozen parameters.
+        rate: the highest learning rate in frozen rounds, as a share of that before,
+            in (0, 1]. 1: no limit. Default: ``BOUNDED_FROZEN_RATE`` in bounded
+            training with centred gradients, else ``unbounded_rate``.
         unbounded_rate: the default of ``rate`` otherwise.
 
     Raises:

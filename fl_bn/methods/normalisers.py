@@ -1,19 +1,21 @@
 """Define the baselines with group, layer, instance and static batch normalisation.
 
-Group Normalization, Wu and He, ECCV 2018; The Non-IID Data Quagmire of Decentralized
-Machine Learning, Hsieh et al., ICML 2020. Everything is averaged as in FedAvg.
+Group Normalization, Wu and He, ECCV 2018; The Non-IID Data Quagmire of
+Decentralized Machine Learning, Hsieh et al., ICML 2020. Everything is averaged as
+in FedAvg.
 
-GN with weight standardisation: convolutions normalise their weights, too (Micro-Batch
-Training with Batch-Channel Normalization and Weight Standardization, Qiao, Wang, Liu,
-Shen, Yuille, 2019, equations 2-3). ``W^ = (W - mean(W)) / sqrt(var(W) + eps)``, with the
-(biased) variance over the inputs of each output channel. W itself is trained and sent.
+GN with weight standardisation: convolutions normalise their weights, too
+(Micro-Batch Training with Batch-Channel Normalization and Weight Standardization,
+Qiao, Wang, Liu, Shen, Yuille, 2019, equations 2-3). ``W^ = (W - mean(W)) /
+sqrt(var(W) + eps)``, with the (biased) variance over the inputs of each output
+channel. W itself is trained and sent.
 
-Static BN: batch statistics in training, and statistics measured before each evaluation.
-HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous
-Clients, Diao, Ding, Tarokh, ICLR 2021, section 3 (sBN). In the paper clients report them
-once, and layers below the measured one use batch statistics, which is exact in the first
-layer only. Here passes follow until all layers have those of the union of all data
-(``Refresh.EXACT``).
+Static BN: batch statistics in training, and statistics measured before each
+evaluation. HeteroFL: Computation and Communication Efficient Federated Learning for
+Heterogeneous Clients, Diao, Ding, Tarokh, ICLR 2021, section 3 (sBN). In the paper
+clients report them once, and layers below the measured one use batch statistics,
+which is exact in the first layer only. Here passes follow until all layers have
+those of the union of all data (``Refresh.EXACT``).
 """
 
 from __future__ import annotations
@@ -84,8 +86,8 @@ def replace_convolutions(model: nn.Module, way: type[Composed], advice: str) -> 
     """Let ``model``'s convolutions compute in the way of base class ``way``, in place.
 
     Raises:
-        Unconvertible: a convolution is not torch's own, or it has only one weight per
-            output channel. The message ends with ``advice``.
+        Unconvertible: a convolution is not torch's own, or it has only one weight
+            per output channel. The message ends with ``advice``.
     """
     for name, module in model.named_modules():
         if not isinstance(module, _ConvNd):

@@ -1,48 +1,53 @@
 """Define the baselines without normalisation: FedFN, FedWon and Fixup.
 
-**FedFN**: FedFN: Feature Normalization for Alleviating Data Heterogeneity Problem in
-Federated Learning, Kim, Lee, Oh, Yun, FL@FM-NeurIPS 2023. The classifier's features have
-equal lengths.
+**FedFN**: FedFN: Feature Normalization for Alleviating Data Heterogeneity Problem
+in Federated Learning, Kim, Lee, Oh, Yun, FL@FM-NeurIPS 2023. The classifier's
+features have equal lengths.
 
-As in the HBN paper's comparison, BatchNorm layers keep scale and shift, since most layers
-before them have no bias, and d features get the length sqrt(d). With length 1, a
-classifier of small weights learns very slowly. The comparison normalises before two
-linear layers, this file only before the last.
+As in the HBN paper's comparison, BatchNorm layers keep scale and shift, since most
+layers before them have no bias, and d features get the length sqrt(d). With length
+1, a classifier of small weights learns very slowly. The comparison normalises
+before two linear layers, this file only before the last.
 
-**FedWon**: Triumphing Multi-domain Federated Learning Without Normalization, Zhuang, Lyu,
-ICLR 2024, section 3 (scaled weight standardisation, WSConv). The reparametrisation is
-that of Characterizing Signal Propagation to Close the Performance Gap in Unnormalized
-ResNets, Brock, De, Smith, ICLR 2021, section 4 (NF-ResNets).
+**FedWon**: Triumphing Multi-domain Federated Learning Without Normalization,
+Zhuang, Lyu, ICLR 2024, section 3 (scaled weight standardisation, WSConv). The
+reparametrisation is that of Characterizing Signal Propagation to Close the
+Performance Gap in Unnormalized ResNets, Brock, De, Smith, ICLR 2021, section 4
+(NF-ResNets).
 
-``W^ = gain * (W - mean(W)) / (std(W) * sqrt(N))``. Mean and (biased) standard deviation
-are over the N weights of each output channel, its fan-in. Outputs of independent inputs
-with mean square 1 have variance ``gain^2``. W itself is trained, sent and averaged.
+``W^ = gain * (W - mean(W)) / (std(W) * sqrt(N))``. Mean and (biased) standard
+deviation are over the N weights of each output channel, its fan-in. Outputs of
+independent inputs with mean square 1 have variance ``gain^2``. W itself is trained,
+sent and averaged.
 
-The gain has two factors. The fixed one is ``sqrt(2 / (1 - 1/pi))``, from ReLU(x) of a
-standard normal x. The learnable one, per output channel, is as in High-Performance
-Large-Scale Image Recognition Without Normalization, Brock et al., ICML 2021 (NF-Nets). It
-is the scale of the former BatchNorm, whose shift is the bias: ``scale * (W^ x) + shift``.
+The gain has two factors. The fixed one is ``sqrt(2 / (1 - 1/pi))``, from ReLU(x) of
+a standard normal x. The learnable one, per output channel, is as in
+High-Performance Large-Scale Image Recognition Without Normalization, Brock et al.,
+ICML 2021 (NF-Nets). It is the scale of the former BatchNorm, whose shift is the
+bias: ``scale * (W^ x) + shift``.
 
 The papers train with adaptive gradient clipping (NF-Nets section 4.1):
-``clip='adaptive'`` in the run config. Linear layers do not change. As in FedWon, residual
-branches are not scaled.
+``clip='adaptive'`` in the run config. Linear layers do not change. As in FedWon,
+residual branches are not scaled.
 
-**Fixup**: Fixup Initialization: Residual Learning Without Normalization, Zhang, Dauphin,
-Ma, ICLR 2019, section 3 (the three rules) and equation 5.
+**Fixup**: Fixup Initialization: Residual Learning Without Normalization, Zhang,
+Dauphin, Ma, ICLR 2019, section 3 (the three rules) and equation 5.
 
 1. The last layer of every residual branch, and the classifier, start at 0.
-2. All other layers start with He's standard deviation, ``sqrt(2 / fan_in)``, multiplied by
-   ``L^(-1 / (2m - 2))`` inside a branch of m layers, for L branches in all.
-3. Every branch ends in a scalar multiplier (1), and a scalar bias (0) replaces every
-   BatchNorm.
+2. All other layers start with He's standard deviation, ``sqrt(2 / fan_in)``,
+   multiplied by ``L^(-1 / (2m - 2))`` inside a branch of m layers, for L branches
+   in all.
+3. Every branch ends in a scalar multiplier (1), and a scalar bias (0) replaces
+   every BatchNorm.
 
-Unlike in the paper, biases stand only in place of a BatchNorm. The network's initial
-weights are rescaled, so pre-trained weights would lose their scale. Networks without
-residual branches, which the paper does not cover, keep a multiplier and a bias in place
-of every BatchNorm, with rule 1 (for the classifier) and rule 2 (L = 0).
+Unlike in the paper, biases stand only in place of a BatchNorm. The network's
+initial weights are rescaled, so pre-trained weights would lose their scale.
+Networks without residual branches, which the paper does not cover, keep a
+multiplier and a bias in place of every BatchNorm, with rule 1 (for the classifier)
+and rule 2 (L = 0).
 
-Symbols: gamma -> GAIN, N -> fan_in (FedWon); L -> branches, m -> weighted layers of a
-branch (Fixup).
+Symbols: gamma -> GAIN, N -> fan_in (FedWon); L -> branches, m -> weighted layers of
+a branch (Fixup).
 """
 
 from __future__ import annotations
@@ -109,7 +114,8 @@ def normalise_features(model: nn.Module) -> nn.Module:
     """Make the head (last linear layer, else convolution) scale its d features to length sqrt(d).
 
     Raises:
-        Unconvertible: the model has no head, or it is not torch's own Linear or Conv2d.
+        Unconvertible: the model has no head, or it is not torch's own Linear or
+            Conv2d.
     """
     name, module = head_of(model) or ("the model", model)
     if type(module) not in KINDS:
@@ -151,8 +157,8 @@ def scale_convolutions(model: nn.Module) -> nn.Module:
     """Make ``model``'s convolutions standardise and scale their weights, in place.
 
     Raises:
-        Unconvertible: the model has BatchNorm but no convolution. Or a convolution is not
-            torch's own, or has only one weight per output channel.
+        Unconvertible: the model has BatchNorm but no convolution. Or a convolution
+            is not torch's own, or has only one weight per output channel.
     """
     if any(isinstance(m, ScaleShift) for m in model.modules()) and not any(isinstance(m, _ConvNd) for m in model.modules()):
         raise Unconvertible(f"fedwon replaces BatchNorm by scaled convolutions, but the model has BatchNorm and no convolution: {INSTEAD}")
@@ -183,10 +189,11 @@ class _Tracer(fx.Tracer):
 def residual_branches(model: nn.Module, prefix: str = "") -> Iterator[Branch]:
     """Yield every branch that is added to a shortcut, in forward order.
 
-    If two paths from one tensor meet in an addition, the longer is the branch (if equal,
-    the first operand). A path that contains such an addition is none. A module whose
-    forward pass depends on values or shapes cannot be traced. Then its submodules are
-    searched, but not its own additions. ``prefix`` is put before the names.
+    If two paths from one tensor meet in an addition, the longer is the branch (if
+    equal, the first operand). A path that contains such an addition is none. A
+    module whose forward pass depends on values or shapes cannot be traced. Then its
+    submodules are searched, but not its own additions. ``prefix`` is put before the
+    names.
     """
     if not any(model.children()):
         return
@@ -228,8 +235,8 @@ def _branch(model: nn.Module, graph: fx.Graph, side: frozenset[fx.Node], prefix:
 def initialise(model: nn.Module) -> nn.Module:
     """Zero the last layers of residual branches and the head, and scale other weights by Fixup's rule.
 
-    The last ``ScaleShift`` of each branch keeps its multiplier (rule 3). A model that had
-    no BatchNorm is not changed.
+    The last ``ScaleShift`` of each branch keeps its multiplier (rule 3). A model
+    that had no BatchNorm is not changed.
 
     Raises:
         Unconvertible: a layer computes its weight from other parameters.

@@ -46,22 +46,22 @@ def build(
     """Make a freshly initialised network for images.
 
     Args:
-        name: one of ``MODELS``, a classification model of torchvision ("resnet18"), or
-            your own function as "package.module:function", which is called with
+        name: one of ``MODELS``, a classification model of torchvision ("resnet18"),
+            or your own function as "package.module:function", which is called with
             ``classes``, ``channels`` and ``image_size`` by name.
         classes: the number of outputs.
         channels: of an image.
         image_size: pixels along each side.
-        seed: gives the initial weights, without torch's global generator. None: that
-            generator does.
+        seed: gives the initial weights, without torch's global generator. None:
+            that generator does.
         weights: a file of initial weights (``load_weights``). Empty: none.
         modules: those that may hold your own function. None: any.
-        maker: makes the network from classes, channels and image size. None: ``name``
-            decides.
+        maker: makes the network from classes, channels and image size. None:
+            ``name`` decides.
 
     Raises:
-        ValueError: the name is unknown, a function is missing or takes other arguments,
-            the network cannot take such images, or weights do not fit.
+        ValueError: the name is unknown, a function is missing or takes other
+            arguments, the network cannot take such images, or weights do not fit.
         TypeError: your own function returned no ``nn.Module``.
     """
     if min(classes, channels, image_size) < 1:

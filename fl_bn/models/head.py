@@ -11,8 +11,8 @@ Weighted = nn.Linear | _ConvNd
 def head_of(model: nn.Module) -> tuple[str, Weighted] | None:
     """Find ``model``'s head: its last linear layer, or else (segmentation) its last convolution.
 
-    "Last" is the order of ``named_modules``, in which the constructor sets its layers. If
-    it sets the head before other such layers, the result is wrong.
+    "Last" is the order of ``named_modules``, in which the constructor sets its
+    layers. If it sets the head before other such layers, the result is wrong.
 
     Returns:
         Name and module, or None.

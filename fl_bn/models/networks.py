@@ -18,9 +18,9 @@ BLOCKS = 3  # blocks of each width
 def simple_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
     """Make Simple-CNN of the HBN paper.
 
-    Three 3x3 convolutions with 16, 32 and 64 channels have BatchNorm and pooling, which
-    halves the image. A hidden layer of 128 units without BatchNorm follows. Its size
-    depends on the image: 1,024 inputs at the paper's 32 pixels.
+    Three 3x3 convolutions with 16, 32 and 64 channels have BatchNorm and pooling,
+    which halves the image. A hidden layer of 128 units without BatchNorm follows.
+    Its size depends on the image: 1,024 inputs at the paper's 32 pixels.
     """
     check_size("simple-cnn", image_size, 8)
     blocks, hidden = _blocks(channels), nn.Linear(64 * (image_size // 8) ** 2, 128)
@@ -30,10 +30,10 @@ def simple_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
 def digits_cnn_small(classes: int, channels: int, image_size: int) -> nn.Module:
     """Make a small version of the FedBN paper's digits network.
 
-    Three 3x3 convolutions with 16, 32 and 64 channels, each followed by pooling, and a
-    hidden layer of 64 units all have BatchNorm. There are 40,858 parameters for 10
-    classes at 16 pixels of RGB. The last BatchNorm sees one value per image and channel,
-    so label skew affects it most.
+    Three 3x3 convolutions with 16, 32 and 64 channels, each followed by pooling,
+    and a hidden layer of 64 units all have BatchNorm. There are 40,858 parameters
+    for 10 classes at 16 pixels of RGB. The last BatchNorm sees one value per image
+    and channel, so label skew affects it most.
     """
     check_size("digits-cnn-small", image_size, 8)
     blocks, hidden = _blocks(channels), _linear(64 * (image_size // 8) ** 2, 64)

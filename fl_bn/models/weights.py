@@ -21,10 +21,10 @@ MOST_NAMES = 5  # the most names in an error
 def load_weights(model: nn.Module, path: str) -> None:
     """Load a file's state_dict into ``model``, by name.
 
-    Three differences are allowed. If the head has another shape (for other classes), the
-    model's keeps its initial weights. Counters (``num_batches_tracked``) may be missing.
-    Names may have or lack ``module.`` (DataParallel) and ``_orig_mod.``
-    (``torch.compile``).
+    Three differences are allowed. If the head has another shape (for other
+    classes), the model's keeps its initial weights. Counters
+    (``num_batches_tracked``) may be missing. Names may have or lack ``module.``
+    (DataParallel) and ``_orig_mod.`` (``torch.compile``).
 
     Args:
         model: changed in place.

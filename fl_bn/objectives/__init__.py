@@ -1,7 +1,7 @@
 """Define local objectives, one file per paper: losses, or corrections of gradients.
 
-``OBJECTIVES`` maps names of the run config to objectives. Every method works with each,
-except for pairs that ``federation.composition`` refuses.
+``OBJECTIVES`` maps names of the run config to objectives. Every method works with
+each, except for pairs that ``federation.composition`` refuses.
 """
 
 from fl_bn.objectives.fedprox import FedProx

@@ -1,7 +1,7 @@
 """Define FedProx: a client's weights are pulled towards those that it received.
 
-Federated Optimization in Heterogeneous Networks, Li, Sahu, Zaheer, Sanjabi, Talwalkar,
-Smith, MLSys 2020, Algorithm 2, equation 2.
+Federated Optimization in Heterogeneous Networks, Li, Sahu, Zaheer, Sanjabi,
+Talwalkar, Smith, MLSys 2020, Algorithm 2, equation 2.
 
 Symbols: w^t -> anchors, mu -> mu.
 """

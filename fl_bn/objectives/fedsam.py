@@ -1,11 +1,11 @@
 """Define FedSAM: each local step uses the gradient at a nearby point of high loss.
 
-Generalized Federated Learning via Sharpness Aware Minimization, Qu, Li, Duan, Liu, Tang,
-Lu, ICML 2022, Algorithm 1. It is also in Improving Generalization in Federated Learning
-by Seeking Flat Minima, Caldarola, Caputo, Ciccone, ECCV 2022.
+Generalized Federated Learning via Sharpness Aware Minimization, Qu, Li, Duan, Liu,
+Tang, Lu, ICML 2022, Algorithm 1. It is also in Improving Generalization in
+Federated Learning by Seeking Flat Minima, Caldarola, Caputo, Ciccone, ECCV 2022.
 
-A step makes two passes, at the weights and at the nearby point, with the same dropout
-masks. Only the first updates or reports statistics.
+A step makes two passes, at the weights and at the nearby point, with the same
+dropout masks. Only the first updates or reports statistics.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """Define MOON: pull representations towards the received model's, away from the previous one's.
 
-Model-Contrastive Federated Learning, Li, He, Song, CVPR 2021, Algorithm 1, equation 3.
+Model-Contrastive Federated Learning, Li, He, Song, CVPR 2021, Algorithm 1, equation
+3.
 
-The representation is the input of the network's head or, with the paper's projection
-(``with_projection``), the projection's output. The received and the client's previous
-model are in evaluation mode, as in the authors' code. In a client's first round there is
-no previous model, and no term.
+The representation is the input of the network's head or, with the paper's
+projection (``with_projection``), the projection's output. The received and the
+client's previous model are in evaluation mode, as in the authors' code. In a
+client's first round there is no previous model, and no term.
 
-Symbols: z -> z, z_glob -> z_global, z_prev -> z_previous, tau -> temperature, mu -> mu.
+Symbols: z -> z, z_glob -> z_global, z_prev -> z_previous, tau -> temperature, mu ->
+mu.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from fl_bn.options import option
 def contrastive_term(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:
     """Compute equation 3, ``-log(e^g / (e^g + e^p))``, as a mean over the batch.
 
-    g is the cosine similarity of ``z`` to ``z_global``, p to ``z_previous``, (B, d) each,
-    divided by the temperature.
+    g is the cosine similarity of ``z`` to ``z_global``, p to ``z_previous``, (B, d)
+    each, divided by the temperature.
     """
     to_global = F.cosine_similarity(z, z_global, dim=1) / temperature
     to_previous = F.cosine_similarity(z, z_previous, dim=1) / temperature

@@ -21,10 +21,10 @@ class Step:
 
     Attributes:
         x: the inputs as the task reads them, a tensor or several.
-        again: computes the loss a second time, after ``forward``, with the same dropout
-            masks. This pass changes and reports no statistics.
-        call: calls a network on inputs, as ``Task.forward`` does. None: they are its only
-            argument.
+        again: computes the loss a second time, after ``forward``, with the same
+            dropout masks. This pass changes and reports no statistics.
+        call: calls a network on inputs, as ``Task.forward`` does. None: they are
+            its only argument.
     """
 
     x: Any
@@ -95,12 +95,12 @@ class Round:
 class Objective(Options):
     """Define what clients minimise, here the loss alone (local SGD).
 
-    A subclass adds to the loss or changes gradients. Its fields are options in the run
-    config.
+    A subclass adds to the loss or changes gradients. Its fields are options in the
+    run config.
 
     Attributes:
-        switch: the field that is above 0 if the objective has an effect. Empty: it has
-            none.
+        switch: the field that is above 0 if the objective has an effect. Empty: it
+            has none.
         travels: whether both sides send one control variate per shared parameter.
         repeats: whether steps make two passes over their batch.
         anchored: whether the received weights are used.

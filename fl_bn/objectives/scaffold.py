@@ -4,12 +4,12 @@ SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, Karimireddy, K
 Mohri, Reddi, Stich, Suresh, ICML 2020, Algorithm 1.
 
 Each client has a control variate c_i that never leaves it. The server sends c, and
-clients send the change of c_i, as section ``control``. If a message is lost, the next one
-includes its change. So c stays the mean of all c_i. Statistics have no gradient, so they
-are not corrected.
+clients send the change of c_i, as section ``control``. If a message is lost, the
+next one includes its change. So c stays the mean of all c_i. Statistics have no
+gradient, so they are not corrected.
 
-Symbols: x -> anchors, y_i -> the trained parameters, c -> received, c_i -> own, K ->
-steps, eta_l -> learning_rate.
+Symbols: x -> anchors, y_i -> the trained parameters, c -> received, c_i -> own, K
+-> steps, eta_l -> learning_rate.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class _Controlled(Round):
 class Scaffold(Objective):
     """Correct gradients by SCAFFOLD's control variates.
 
-    A client's is the mean gradient of its local steps: option II in line 12. ``strength``
-    multiplies the correction, 1 in the paper.
+    A client's is the mean gradient of its local steps: option II in line 12.
+    ``strength`` multiplies the correction, 1 in the paper.
     """
 
     strength: float = option(1.0, "strength of the correction; 0: off", ">= 0", hidden=True)

@@ -39,7 +39,8 @@ class Cell:
         name: The name of the run's folder.
         axes: The value of the run on each axis.
         config: The run config, with kebab-case keys.
-        status: ``finished``, ``failed``, or for bad files ``unreadable`` or ``damaged``.
+        status: ``finished``, ``failed``, or for bad files ``unreadable`` or
+            ``damaged``.
         error: Why the run failed, or what is wrong with its files.
         rows: The lines of ``rounds.jsonl``, one per round.
     """
@@ -70,8 +71,8 @@ class Cell:
     def lower_is_better(self, metric: str) -> bool:
         """Return whether a lower value of ``metric`` is better.
 
-        A task's metric has a column for its worst client, ``METRIC-max`` or, if higher is
-        better, ``METRIC-min``. For any other column the name decides.
+        A task's metric has a column for its worst client, ``METRIC-max`` or, if
+        higher is better, ``METRIC-min``. For any other column the name decides.
         """
         row = self.rows[0] if self.rows else {}
         if {f"{metric}-min", f"{metric}-max"} & row.keys():
@@ -130,8 +131,9 @@ def read_cells(folder: Path) -> list[Cell]:
 def read_runs(folders: Sequence[Path]) -> list[Cell]:
     """Read runs that are no sweep, in ``folders`` or folders in these.
 
-    Their one axis beside the seed, ``method``, has the method and the keys in which they
-    differ. A folder without a run that has a readable config raises ``ConfigError``.
+    Their one axis beside the seed, ``method``, has the method and the keys in which
+    they differ. A folder without a run that has a readable config raises
+    ``ConfigError``.
     """
     runs = {run: {**RunConfig().to_mapping(), **read_config(run)} for folder in folders for run in _runs(folder)}
     keys = sorted({key for config in runs.values() for key in config} - FREE - {SEED, "method"})
@@ -166,7 +168,8 @@ def scale(metric: str) -> float:
 def title(metric: str, split: str = "") -> str:
     """Return the name of ``metric`` for an axis or a heading, with its unit.
 
-    It says on which samples (``split``) the metric was evaluated, if that is not empty.
+    It says on which samples (``split``) the metric was evaluated, if that is not
+    empty.
     """
     known = {
         "accuracy": f"{split} accuracy".strip(),

@@ -84,8 +84,8 @@ class Layout:
     def heading(self, axes: Sequence[str], values: Sequence[str]) -> str:
         """Return the heading of a panel for the runs with ``values`` on ``axes``.
 
-        A number, ``true`` or ``false`` follows its axis. A dash, for runs without it,
-        becomes ``no AXIS``.
+        A number, ``true`` or ``false`` follows its axis. A dash, for runs without
+        it, becomes ``no AXIS``.
         """
         parts = []
         for axis, value in zip(axes, values, strict=True):
@@ -144,7 +144,8 @@ class Table:
     """Hold the table of results.
 
     Attributes:
-        entries: The entry of each row and column, in percent if the metric is a share.
+        entries: The entry of each row and column, in percent if the metric is a
+            share.
         best: The (row, column) of the best entries of each column.
         problems: The names of the runs that the table leaves out, with the reasons.
         corner: The heading above the names of the rows.
@@ -186,9 +187,9 @@ class Table:
 def lay_out(settings: Settings, cells: Sequence[Cell]) -> Layout:
     """Place the runs in rows and columns.
 
-    An axis with several values becomes columns even if [report] does not name it, so only
-    runs that differ in nothing but the seed are averaged. ``ConfigError``: [report] names
-    an axis that no run has.
+    An axis with several values becomes columns even if [report] does not name it,
+    so only runs that differ in nothing but the seed are averaged. ``ConfigError``:
+    [report] names an axis that no run has.
     """
     readable = tuple(cell for cell in cells if cell.status != "unreadable")
     metric = settings.metric or next((cell.metric for cell in readable if cell.rows), CLASSIFICATION.metric)
@@ -217,8 +218,8 @@ def by_domain(cells: Sequence[Cell], each: bool = True) -> list[Cell]:
     """Replace each run by copies for the mean over the domains and, with ``each``, per domain.
 
     A copy's metric is that on the domain's test data, or the mean of these. With
-    ``each``, there is one more axis, ``domain``. A run without metrics per domain stays
-    as it is, as a copy of the mean.
+    ``each``, there is one more axis, ``domain``. A run without metrics per domain
+    stays as it is, as a copy of the mean.
     """
     split = []
     for cell in cells:

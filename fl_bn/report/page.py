@@ -60,8 +60,8 @@ class Report:
 def report_of(settings: Settings, cells: Sequence[Cell], folder: Path, further: Further | None = None) -> Report:
     """Make the report of some runs, which ``folder`` holds.
 
-    ``further`` makes pictures beyond the curves, from layout and folder. ``ConfigError``:
-    the settings name an axis that no run has, or no numeric one.
+    ``further`` makes pictures beyond the curves, from layout and folder.
+    ``ConfigError``: the settings name an axis that no run has, or no numeric one.
     """
     placed = by_domain(cells, settings.domains == EACH) if settings.domains else cells
     layout = lay_out(settings, placed)
@@ -77,17 +77,17 @@ def write_report(folder: Path, runs: Sequence[Path] = (), further: Further | Non
 
     Args:
         folder: The folder of the sweep.
-        runs: Folders of runs that are no sweep; ``folder`` is then that of the report
-            alone.
-        further: Makes pictures beyond the curves, from the layout of the runs and the
-            folder.
+        runs: Folders of runs that are no sweep; ``folder`` is then that of the
+            report alone.
+        further: Makes pictures beyond the curves, from the layout of the runs and
+            the folder.
 
     Returns:
         The paths of the files.
 
     Raises:
-        ConfigError: ``folder`` is not the folder of a sweep, none of its runs has ended,
-            or [report] in its ``sweep.toml`` is wrong.
+        ConfigError: ``folder`` is not the folder of a sweep, none of its runs has
+            ended, or [report] in its ``sweep.toml`` is wrong.
     """
     if runs:
         report = report_of(Settings(folder.name), read_runs(runs), folder, further)

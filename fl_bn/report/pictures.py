@@ -120,8 +120,8 @@ def curves(layout: Layout, x: str) -> Picture | None:
 def against(layout: Layout, axis: str) -> Picture:
     """Make the picture of the metric against a numeric axis of the sweep.
 
-    There is one line per row, and one panel for every combination of values on the other
-    axes. ``ConfigError``: no run has the axis, or its values are not numbers.
+    There is one line per row, and one panel for every combination of values on the
+    other axes. ``ConfigError``: no run has the axis, or its values are not numbers.
     """
     check_axis(axis, "against", layout.axes)
     values = [value for value in layout.values(axis) if value != "–"]

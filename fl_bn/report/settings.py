@@ -45,18 +45,20 @@ class Settings:
 
     Attributes:
         title: The heading.
-        rows: The axis of the rows; empty: the axis ``method``, or else the first axis.
+        rows: The axis of the rows; empty: the axis ``method``, or else the first
+            axis.
         columns: The axes of the columns; None: all axes other than ``rows``.
         metric: The metric of the table; empty: that of the runs' task.
-        at: The round of the table: ``last``, or ``best`` for the round with the best
-            metric.
+        at: The round of the table: ``last``, or ``best`` for the round with the
+            best metric.
         x: The quantities on the horizontal axes of curves, from ``X``.
         against: The numeric axes of the sweep against which to draw the metric.
-        domains: ``EACH``: report every domain and their mean; ``AVERAGE``: report the
-            mean only; empty: report the metric on all test data.
-        apart: Rows that are never marked as the best, since they cannot be compared.
-        worst: An axis, such as the attack. Each entry has the runs of its value with the
-            worst metric.
+        domains: ``EACH``: report every domain and their mean; ``AVERAGE``: report
+            the mean only; empty: report the metric on all test data.
+        apart: Rows that are never marked as the best, since they cannot be
+            compared.
+        worst: An axis, such as the attack. Each entry has the runs of its value
+            with the worst metric.
         notes: A text for the page.
         order: The values of each axis, in the order of the sweep file.
     """
@@ -80,8 +82,8 @@ class Settings:
 def read_settings(folder: Path) -> Settings:
     """Read the settings from ``sweep.toml`` in the folder of a sweep.
 
-    If the file is missing, is not TOML, or has a wrong key or value, ``ConfigError`` is
-    raised.
+    If the file is missing, is not TOML, or has a wrong key or value,
+    ``ConfigError`` is raised.
     """
     file = folder / "sweep.toml"
     try:

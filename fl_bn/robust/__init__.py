@@ -1,14 +1,14 @@
 """Combine n rows, at most f of them Byzantine, into one, by robust rules.
 
-A rule is a function ``rule(rows, f) -> Outcome(value, report)``. ``rows`` is a matrix (n,
-d) or a list of vectors, in NumPy or torch, also on a GPU. Inputs are not changed. The
-value is like one row.
+A rule is a function ``rule(rows, f) -> Outcome(value, report)``. ``rows`` is a
+matrix (n, d) or a list of vectors, in NumPy or torch, also on a GPU. Inputs are not
+changed. The value is like one row.
 
-A row with NaN or Inf counts as Byzantine: it is removed, and f goes down by one. All rows
-count alike: weights would be claims of the clients.
+A row with NaN or Inf counts as Byzantine: it is removed, and f goes down by one.
+All rows count alike: weights would be claims of the clients.
 
-A rule passes over the data at most twice: ``gram`` computes distances, then rows are
-mixed and combined by blocks of columns. A pre-aggregation takes the next rule:
+A rule passes over the data at most twice: ``gram`` computes distances, then rows
+are mixed and combined by blocks of columns. A pre-aggregation takes the next rule:
 ``nnm(rows, f, then=median)``.
 
 NumPy computes all of it. The blocks fit a core's cache.
@@ -39,8 +39,8 @@ class Report:
     """Report which rows a rule rejected, and which are far from its value.
 
     Attributes:
-        rejected: indices of rows that are not finite, or have a sum of squares above
-            ``LARGEST``.
+        rejected: indices of rows that are not finite, or have a sum of squares
+            above ``LARGEST``.
         rows: the other rows (n, d).
         value: the rule's value (d,).
     """
@@ -82,8 +82,8 @@ class View:
         f: how many may be Byzantine, without the rejected ones.
         declared: how many the caller declared.
         like: the caller's first row, whose type, dtype and device results have.
-        mix: weights of the mixtures, (n, rows of the matrix). None: the matrix's own
-            rows.
+        mix: weights of the mixtures, (n, rows of the matrix). None: the matrix's
+            own rows.
         whole: the view of the matrix's own rows; None: this one.
     """
 
@@ -141,8 +141,9 @@ def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[
     """Apply ``rule`` to the finite rows. Each rejected row lowers f by one.
 
     Raises:
-        ValueError: f is no whole number >= 0, finite rows are fewer than ``smallest`` or
-            none, or rows are no floating-point vectors of one length.
+        ValueError: f is no whole number >= 0, finite rows are fewer than
+            ``smallest`` or none, or rows are no floating-point vectors of one
+            length.
     """
     if isinstance(rows, View):
         # with more rejected rows than declared there is no guarantee, but the rest is still aggregated
@@ -195,7 +196,8 @@ class Rule(Protocol):
 def mean(rows: Rows | View, f: int = 0) -> Outcome:
     """Return the mean, accumulated in float64.
 
-    Of the ``rows`` of any rule, at most ``f`` are Byzantine. This one is no defence.
+    Of the ``rows`` of any rule, at most ``f`` are Byzantine. This one is no
+    defence.
     """
     return on_view(rows, f, 1, "mean", lambda view: view.linear(np.full(view.n, 1 / view.n)))
 
@@ -254,9 +256,9 @@ def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None, neig
 def geometric_median(rows: Rows | View, f: int = 0, *, tolerance: float = 1e-10) -> Outcome:
     """Return the point with the smallest sum of distances to the rows.
 
-    Weiszfeld's iteration changes n weights here. If it reaches a row, the next step is
-    that of Vardi and Zhang. It stops at a step below ``tolerance`` times the rows' median
-    distance to the medoid (``gram.medoid``).
+    Weiszfeld's iteration changes n weights here. If it reaches a row, the next step
+    is that of Vardi and Zhang. It stops at a step below ``tolerance`` times the
+    rows' median distance to the medoid (``gram.medoid``).
 
     References:
         Vardi and Zhang, The multivariate L1-median, PNAS 2000.
@@ -267,12 +269,11 @@ def geometric_median(rows: Rows | View, f: int = 0, *, tolerance: float = 1e-10)
 def centered_clipping(rows: Rows | View, f: int = 0, *, radius: float | None = None, steps: int = 10) -> Outcome:
     """Iterate ``v <- v + mean(min(1, radius / |x - v|) (x - v))`` over rows x; return the last v.
 
-    The first v is the medoid (``gram.medoid``), in the paper the last round's aggregate.
-    ``radius`` None: the rows' median distance from it.
+    The first v is the medoid (``gram.medoid``), in the paper the last round's
+    aggregate. ``radius`` None: the rows' median distance from it.
 
-    References:
-        Karimireddy et al., Learning from History for Byzantine Robust Optimization, ICML
-        2021.
+    References: Karimireddy et al., Learning from History for Byzantine Robust
+        Optimization, ICML 2021.
     """
     return on_view(rows, f, 2 * f + 1, "centered clipping", lambda view: view.linear(gram.clip(view.gram, radius, steps)))
 

@@ -1,8 +1,8 @@
 """Make the false rows of f Byzantine clients that know the honest ones.
 
-An ``Attack`` takes the honest rows (h, d) and f, and returns rows (f, d). A row is a
-client's update, or its statistics of a layer. ``label-flip`` changes the training data
-instead.
+An ``Attack`` takes the honest rows (h, d) and f, and returns rows (f, d). A row is
+a client's update, or its statistics of a layer. ``label-flip`` changes the training
+data instead.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def alie(z: float | None = None) -> Attack:
 def z_max(n: int, f: int) -> float:
     """Return ``z`` of ALIE: the most standard deviations with which f of n rows stay hidden.
 
-    With s = floor(n/2 + 1) - f, ``z`` is the normal quantile at (n - f - s) / (n - f), at
-    least 0. Together with s honest rows farther from the mean, the f Byzantine rows are a
-    majority (ALIE, algorithm 3).
+    With s = floor(n/2 + 1) - f, ``z`` is the normal quantile at (n - f - s) / (n -
+    f), at least 0. Together with s honest rows farther from the mean, the f
+    Byzantine rows are a majority (ALIE, algorithm 3).
     """
     s = n // 2 + 1 - f
     share = (n - f - s) / (n - f)
@@ -87,14 +87,15 @@ def constant(value: float) -> Attack:
 def optimised(family: Callable[[float], Attack], damage: Damage, grid: np.ndarray = GRID) -> Attack:
     """Make a family's attack with the strength that does the most damage.
 
-    It tries every strength of ``grid``, positive and negative, because a rule may be weak
-    on either side, then strengths between the best one and its neighbours. Shejwalkar and
-    Houmansadr (NDSS 2021) and ByzFL try positive ones only.
+    It tries every strength of ``grid``, positive and negative, because a rule may
+    be weak on either side, then strengths between the best one and its neighbours.
+    Shejwalkar and Houmansadr (NDSS 2021) and ByzFL try positive ones only.
 
     Args:
-        family: makes an attack from a strength, whose rows are equal and linear in it
-            (FOE, ALIE).
-        damage: the error of the server's aggregate if all Byzantine clients send a row.
+        family: makes an attack from a strength, whose rows are equal and linear in
+            it (FOE, ALIE).
+        damage: the error of the server's aggregate if all Byzantine clients send a
+            row.
         grid: strengths > 0, a geometric series.
     """
 
@@ -183,8 +184,8 @@ class Adversary:
     def statistics_rows(self, honest: np.ndarray, f: int, damage: Damage) -> np.ndarray:
         """Return the false statistics of one layer, as ``rows`` does.
 
-        A row holds C means, then C variances. Sign flipping changes only means (FBN,
-        section 5).
+        A row holds C means, then C variances. Sign flipping changes only means
+        (FBN, section 5).
         """
         rows = self.rows(honest, f, damage)
         if self.attack == "sign-flip":

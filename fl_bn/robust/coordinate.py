@@ -1,10 +1,10 @@
 """Compute order statistics of the columns of a block (n, width), which is overwritten.
 
-Up to 24 rows, a sorting network of minima and maxima of whole rows is several times as
-fast as sorting columns.
+Up to 24 rows, a sorting network of minima and maxima of whole rows is several times
+as fast as sorting columns.
 
-References:
-    Knuth, The Art of Computer Programming, volume 3, section 5.3.4 (Batcher's sort).
+References: Knuth, The Art of Computer Programming, volume 3, section 5.3.4
+    (Batcher's sort).
 """
 
 from __future__ import annotations

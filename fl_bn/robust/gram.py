@@ -1,9 +1,9 @@
 """Compute all rows' inner products, by blocks: a rule's first pass over the data.
 
-Distances follow from them. Nearest-neighbour mixing, Krum and the geometric median need
-nothing else. With C the Gram matrix of the rows about some centre, |sum_k w_k (x_k -
-centre)|^2 = w' C w. So a linear combination of rows is n weights, and its d coordinates
-are computed only in the last pass.
+Distances follow from them. Nearest-neighbour mixing, Krum and the geometric median
+need nothing else. With C the Gram matrix of the rows about some centre, |sum_k w_k
+(x_k - centre)|^2 = w' C w. So a linear combination of rows is n weights, and its d
+coordinates are computed only in the last pass.
 
 The geometric median and centred clipping start at the ``medoid``, a row near the
 majority. The *usual distance* is the rows' median distance to it. A row beyond
@@ -71,9 +71,9 @@ class Gram:
 def gram(matrix: np.ndarray) -> Gram:
     """Compute finite rows' (n, d) inner products, precisely enough for their distances.
 
-    float32 rows are multiplied in float32, and blocks are summed in float64. If products
-    overflow, or rounding hides differences, they are computed again in float64, and then
-    with the ``medoid`` subtracted.
+    float32 rows are multiplied in float32, and blocks are summed in float64. If
+    products overflow, or rounding hides differences, they are computed again in
+    float64, and then with the ``medoid`` subtracted.
     """
     products = _products(matrix, double=False)
     if matrix.dtype != np.float64 and (not np.isfinite(products).all() or _lost(products, FLOAT32_LOSS)):
@@ -97,9 +97,9 @@ def _lost(products: np.ndarray, loss: float) -> bool:
     """Return whether rounding hides the distance between some two rows.
 
     That is so if their squared distance is below ``loss``, what the number format
-    resolves, times the sum of their squared norms. Unusually small distances need not be
-    exact, so they are first raised to the smallest median of one row's distances to all.
-    So two equal rows do not make the result True.
+    resolves, times the sum of their squared norms. Unusually small distances need
+    not be exact, so they are first raised to the smallest median of one row's
+    distances to all. So two equal rows do not make the result True.
     """
     n = len(products)
     if n < 2:

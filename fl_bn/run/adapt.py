@@ -52,8 +52,8 @@ class Newcomer:
     def drawn(self, samples: int, seed: int) -> Newcomer:
         """Return the client with ``samples`` random training inputs, and shuffled test samples.
 
-        0, or more than there are: all. Files of test samples are often sorted, and their
-        order makes the batches of the way ``test-batch``.
+        0, or more than there are: all. Files of test samples are often sorted, and
+        their order makes the batches of the way ``test-batch``.
         """
         rng = np.random.default_rng(np.random.SeedSequence([0xADA97, seed]))
         order = torch.from_numpy(rng.permutation(len(self.test)))
@@ -66,8 +66,8 @@ class Outcome:
     """Hold the result of one way of adapting (``how``).
 
     Attributes:
-        before: The metrics before, on the new client's test samples; None: the run has no
-            such model.
+        before: The metrics before, on the new client's test samples; None: the run
+            has no such model.
         after: The metrics of the adapted model, on the same samples.
         note: A remark for the table; empty: none.
     """
@@ -83,8 +83,8 @@ def read_run(folder: Path) -> Adaptation:
     """Read the model of a finished run, and the models of its clients if there are any.
 
     Raises:
-        ConfigError: ``folder`` is not the folder of a run, has no model, or has a damaged
-            file.
+        ConfigError: ``folder`` is not the folder of a run, has no model, or has a
+            damaged file.
         NotAdaptable: The model cannot be adapted, as ``Adaptation`` says.
     """
     config = Usage().config(values_of(folder))
@@ -115,8 +115,8 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
     Without both, it is the domain that the run held out.
 
     Raises:
-        ConfigError: There are two sources of data or none, or the data do not suit the
-            model.
+        ConfigError: There are two sources of data or none, or the data do not suit
+            the model.
         DataNotFound: A file of the data is missing.
     """
     name = domain or config.hold_out

@@ -51,8 +51,8 @@ class OwnData:
     """Hold the names of a client's own data, from its node config.
 
     Attributes:
-        dataset: As the run-config key; empty: the client takes its part of the run's
-            data.
+        dataset: As the run-config key; empty: the client takes its part of the
+            run's data.
         path: As the run-config key ``data-path``.
     """
 
@@ -82,10 +82,11 @@ def _known(names: tuple[str, ...], entered: tuple[object, ...], *values: Any) ->
 def allow_modules(app: Path | None, node: Mapping[str, Any]) -> None:
     """Set the modules whose functions run configs may name in this process.
 
-    Allowed are the modules of the ``app`` in this folder, and those that the owner of
-    this machine names by ``allow-modules`` in the node config and by FL_BN_ALLOW_MODULES
-    in the environment. The name ``*`` allows all modules except those of Python and of
-    installed packages. ``fl-bn run`` sets it, since its user owns the process.
+    Allowed are the modules of the ``app`` in this folder, and those that the owner
+    of this machine names by ``allow-modules`` in the node config and by
+    FL_BN_ALLOW_MODULES in the environment. The name ``*`` allows all modules except
+    those of Python and of installed packages. ``fl-bn run`` sets it, since its user
+    owns the process.
     """
     allowed = _modules_of(app, str(node.get("allow-modules", "")), os.environ.get(VARIABLE, ""))
     if allowed != modules():
@@ -103,8 +104,9 @@ def _modules_of(app: Path | None, allowed: str, variable: str) -> Modules:  # ca
 def dataset(config: RunConfig) -> Dataset:
     """Return the data of a run.
 
-    The run's ``setup`` may change the data first. ``hold-out`` removes a domain. With
-    ``validation-share``, the clients' validation samples replace the test samples.
+    The run's ``setup`` may change the data first. ``hold-out`` removes a domain.
+    With ``validation-share``, the clients' validation samples replace the test
+    samples.
 
     Raises:
         DataNotFound: A file of the data is missing.
@@ -133,8 +135,8 @@ _without = lru_cache(maxsize=2)(without_domain)
 def task(config: RunConfig, targets: Tensor | None = None) -> Task:
     """Return the task of a run, or raise ``ConfigError`` if it does not exist or suit the targets.
 
-    ``task='auto'`` depends on the ``targets`` of the data. None: they are not known; then
-    only the names of the task's metrics may be used.
+    ``task='auto'`` depends on the ``targets`` of the data. None: they are not
+    known; then only the names of the task's metrics may be used.
     """
     return find_task(config.task, None if targets is None else kind_of(targets), modules())
 
@@ -160,8 +162,8 @@ def callback_makers(config: RunConfig) -> list[Callable[..., Any]]:
 def own_callbacks(config: RunConfig, folder: Path | None) -> list[Callback]:
     """Make the callbacks of the keys ``pictures``, ``keep-best``, ``early-stop`` and ``callbacks``.
 
-    Each maker gets run config and folder. None: the run writes nothing. ``ConfigError``:
-    one makes no ``Callback``.
+    Each maker gets run config and folder. None: the run writes nothing.
+    ``ConfigError``: one makes no ``Callback``.
     """
     callbacks: list[Callback] = []
     if config.pictures and folder is not None and not lacking("TensorBoard", "tensorboard"):
@@ -192,7 +194,8 @@ def source_model(config: RunConfig) -> nn.Module:
     """Return the network before its conversion, with the run's initial weights. Copy it before a change.
 
     Raises:
-        DataNotFound: A file of the data, which decide inputs and outputs, is missing.
+        DataNotFound: A file of the data, which decide inputs and outputs, is
+            missing.
         ConfigError: The network cannot be made as the keys describe.
     """
     classes, channels, size = shape(config)
@@ -251,8 +254,8 @@ def at_client(config: RunConfig) -> RunConfig:
 def partitions(config: RunConfig) -> list[Tensor]:
     """Return every client's indices of training samples in ``dataset(config)``.
 
-    The data are divided among the honest clients. Each attacker of the run's ``setup``
-    has a copy of one's part.
+    The data are divided among the honest clients. Each attacker of the run's
+    ``setup`` has a copy of one's part.
     """
     parts = _validated(config).parts if config.validation_share else _honest_parts(config)
     return [torch.from_numpy(parts[client % len(parts)]) for client in range(config.clients)]
@@ -277,9 +280,9 @@ def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> 
     """Return a client's training samples, test samples, and training samples per class.
 
     A client is tested on all test samples; in a partition by domain with
-    ``test-on='own'``, on those of its domain, if there are any. The run's ``setup`` may
-    change the training samples. A client with data of its ``own`` uses all of them. There
-    are no counts if samples have no class.
+    ``test-on='own'``, on those of its domain, if there are any. The run's ``setup``
+    may change the training samples. A client with data of its ``own`` uses all of
+    them. There are no counts if samples have no class.
     """
     data = site_dataset(config, own) if own.dataset else dataset(config)
     part = torch.arange(len(data.y_train)) if own.dataset else partitions(config)[client]
@@ -300,8 +303,8 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
 
     Raises:
         DataNotFound: A file of the data is missing.
-        ConfigError: The data are malformed, or do not suit the model or the task of the
-            run.
+        ConfigError: The data are malformed, or do not suit the model or the task of
+            the run.
     """
     try:
         data = load(own.dataset, own.path, config.image_size)
@@ -364,12 +367,13 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
     """Return the index of a client, which is its place among the clients of the run.
 
     It is the node config's ``partition-id``, or the position of ``node_id`` in
-    ``client-nodes``. If the site's key was renewed after the run was submitted, it is
-    that of the site's name in ``client-names``.
+    ``client-nodes``. If the site's key was renewed after the run was submitted, it
+    is that of the site's name in ``client-names``.
 
     Raises:
-        ConfigError: There is no such index, it is out of range, or ``num-partitions`` in
-            the node config is not the run's number of clients.
+        ConfigError: There is no such index, it is out of range, or
+            ``num-partitions`` in the node config is not the run's number of
+            clients.
     """
     nodes, names = nodes_of(config.client_nodes), sites_of(config.client_names)
     if "partition-id" not in node and nodes:
@@ -394,8 +398,8 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
 def check_labels(data: Dataset) -> None:
     """Check that the data of a run, but not those of a site, have training samples of every class.
 
-    A missing class raises ``ConfigError``, or is a warning if the number of classes was
-    stated, as by folders.
+    A missing class raises ``ConfigError``, or is a warning if the number of classes
+    was stated, as by folders.
     """
     say_notes(data)
     if not (missing := untrained_classes(data)):

@@ -49,11 +49,12 @@ class Merged:
 def run_centralised(config: RunConfig) -> RunDirectory:
     """Train one network on the union of the clients' data, with the budget of the federated run.
 
-    With ``update="weights"``, a round has as many steps as the round of a client. Each
-    step's batch is drawn from all data, and is as large as the cohort's batches together.
-    With ``update="gradients"``, it joins the clients' own batches (DSGD; FBN, remark
-    4.1). Other settings are those of the run config. The optimiser keeps its momentum
-    through all rounds. The network has the normalisation layers of the method.
+    With ``update="weights"``, a round has as many steps as the round of a client.
+    Each step's batch is drawn from all data, and is as large as the cohort's
+    batches together. With ``update="gradients"``, it joins the clients' own batches
+    (DSGD; FBN, remark 4.1). Other settings are those of the run config. The
+    optimiser keeps its momentum through all rounds. The network has the
+    normalisation layers of the method.
 
     Raises:
         DataNotFound: A file of the data is missing.

@@ -29,8 +29,8 @@ FREE = {  # run-config keys that may differ from those of the resumed run, since
 class Checkpoints:
     """Store and load the checkpoints of one run.
 
-    A checkpoint stores the lengths of the files in ``history``, to which a resumed run
-    cuts them.
+    A checkpoint stores the lengths of the files in ``history``, to which a resumed
+    run cuts them.
     """
 
     def __init__(self, run: Path, history: History) -> None:
@@ -74,9 +74,10 @@ class Checkpoints:
 def run_to_resume(config: RunConfig) -> Path:
     """Find the folder of the run to resume.
 
-    The key ``resume`` is the name of the run, or ``latest`` for the newest unfinished one
-    with the same run config, except for keys in ``FREE``. If ``name`` is set, it is the
-    run's. ``ConfigError``: there is no such run, or other keys differ.
+    The key ``resume`` is the name of the run, or ``latest`` for the newest
+    unfinished one with the same run config, except for keys in ``FREE``. If
+    ``name`` is set, it is the run's. ``ConfigError``: there is no such run, or
+    other keys differ.
     """
     root = Path(config.output)
     files = sorted(root.glob(f"*/{FOLDER}/round-*{durable.SUFFIX}"), key=lambda file: file.stat().st_mtime, reverse=True)
@@ -109,10 +110,10 @@ def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
     """Return the run config in the folder of a run, with ``resume`` set to the name of the run.
 
     Raises:
-        ConfigError: ``run`` is not the folder of a run; it is finished, has a key that
-            has gone, or was made by another version of fl-bn; it is ``deployed`` (at
-            sites) and has no checkpoint; or it is a run of sites, but not to be
-            ``deployed``.
+        ConfigError: ``run`` is not the folder of a run; it is finished, has a key
+            that has gone, or was made by another version of fl-bn; it is
+            ``deployed`` (at sites) and has no checkpoint; or it is a run of sites,
+            but not to be ``deployed``.
     """
     values = values_of(run)
     _check_version(run)

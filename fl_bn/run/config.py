@@ -1,8 +1,9 @@
 """Define the run config, a frozen and checked value, and make the objects that its keys describe.
 
 General keys are declared in ``run_keys``. The others are options of the methods,
-objectives and server optimisers in their registries, and of the classes in ``VALUES``.
-They are looked up each time, so that those of other packages count, too.
+objectives and server optimisers in their registries, and of the classes in
+``VALUES``. They are looked up each time, so that those of other packages count,
+too.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ FIELDS = {kebab(name): name for name in own_options(RunKeys)}
 class RunConfig(RunKeys):
     """Hold all settings of a run.
 
-    ``config[KEY]`` is the value of a key, for example ``config["hbn-lam"]``. General keys
-    are attributes, too.
+    ``config[KEY]`` is the value of a key, for example ``config["hbn-lam"]``.
+    General keys are attributes, too.
 
     Attributes:
-        options: The keys that are not fields of ``RunKeys``, as pairs of key and value,
-            unless they have their default.
+        options: The keys that are not fields of ``RunKeys``, as pairs of key and
+            value, unless they have their default.
 
     Raises:
         ConfigError: A value is out of range, or two keys do not fit together.
@@ -115,8 +116,9 @@ class RunConfig(RunKeys):
         """Return every key of the run config, in the order of docs/config.md, those of ``setup`` last.
 
         Raises:
-            ConfigError: There is no such setup, or a package that extends fl-bn cannot be
-                imported, or declares an existing key with another default.
+            ConfigError: There is no such setup, or a package that extends fl-bn
+                cannot be imported, or declares an existing key with another
+                default.
         """
         with as_config_error():
             import_extensions()
@@ -134,8 +136,8 @@ class RunConfig(RunKeys):
     def from_mapping(cls, values: Mapping[str, Any]) -> RunConfig:
         """Make a run config from values by kebab-case key. Missing keys have their defaults.
 
-        A wrong value, or an unknown key, raises ``ConfigError``, which names a similar
-        one.
+        A wrong value, or an unknown key, raises ``ConfigError``, which names a
+        similar one.
         """
         known = cls.keys(str(values.get("setup", "")))
         for name in values:

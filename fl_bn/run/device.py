@@ -16,8 +16,8 @@ from fl_bn.run.keys import known_device
 def device(config: RunConfig, node: Mapping[str, Any] | None = None) -> torch.device:
     """Return the device that the client's node config, or else the run config, names.
 
-    For a GPU, set whether this process uses deterministic kernels, as the run config
-    says. ``ConfigError``: there is no such device.
+    For a GPU, set whether this process uses deterministic kernels, as the run
+    config says. ``ConfigError``: there is no such device.
     """
     chosen = _device(config, node)
     if chosen.type == "cuda":

@@ -32,8 +32,8 @@ class Kind:
         messages: The number of messages.
         rounds: The number of rounds with such a message.
         nbytes: The bytes of all messages.
-        least: The disclosure whose statistics summarise the fewest samples, if any, in
-            ``least_round``.
+        least: The disclosure whose statistics summarise the fewest samples, if any,
+            in ``least_round``.
         last_round: The last round with such a message.
     """
 
@@ -81,8 +81,8 @@ class DisclosureTotals:
     def kinds(self, label_counts: Mapping[int, Sequence[int]]) -> dict[tuple[int, str, str], Kind]:
         """Return what each client disclosed: (client, section, description) -> totals, sorted.
 
-        ``label_counts`` has the samples per class of the clients that sent them in their
-        introduction.
+        ``label_counts`` has the samples per class of the clients that sent them in
+        their introduction.
         """
         sizes = {client: len(json.dumps(list(counts))) for client, counts in label_counts.items() if counts}
         introductions = {(client, "introduction", "samples per class"): Kind(1, 1, 1, nbytes) for client, nbytes in sizes.items()}

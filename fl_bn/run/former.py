@@ -48,7 +48,8 @@ GONE: Mapping[str, Value | None] = {
 def values_of(run: Path) -> dict[str, Any]:
     """Return the run config in the folder of a run, by today's keys.
 
-    A folder without a readable one, or with a key that has gone, raises ``ConfigError``.
+    A folder without a readable one, or with a key that has gone, raises
+    ``ConfigError``.
     """
     return renewed(read_config(run))
 
@@ -66,9 +67,9 @@ def read_config(run: Path) -> dict[str, Any]:
 def renewed(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the run config of an earlier version by today's keys.
 
-    A key that has gone is left out. If something has moved to ``PAPERS``, the result has
-    this setup. ``ConfigError``: a key that has gone had another value than every run has
-    now.
+    A key that has gone is left out. If something has moved to ``PAPERS``, the
+    result has this setup. ``ConfigError``: a key that has gone had another value
+    than every run has now.
     """
     if lost := {key: value for key, value in values.items() if GONE.get(key) not in (None, value)}:
         key, value = next(iter(lost.items()))

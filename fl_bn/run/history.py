@@ -63,8 +63,9 @@ def client_columns(task: Task, called: ClientNames = UNNAMED) -> tuple[str, ...]
 def round_row(record: RoundRecord, task: Task = CLASSIFICATION) -> Row:
     """Return the row of a round in rounds.csv and rounds.jsonl, by column.
 
-    Bytes are counted for one client. ``drift`` is in standard deviations. ``waited`` is
-    the largest number of seconds that a client spent in layer-wise exchanges.
+    Bytes are counted for one client. ``drift`` is in standard deviations.
+    ``waited`` is the largest number of seconds that a client spent in layer-wise
+    exchanges.
     """
     drift, evaluation = record.drift, record.evaluation
     row: Row = {
@@ -118,9 +119,9 @@ _values = attrgetter(*(field.name for field in fields(Disclosure)))
 def round_line(record: RoundRecord, task: Task = CLASSIFICATION, called: ClientNames = UNNAMED) -> dict[str, Any]:
     """Return the line of a round in rounds.jsonl, as a JSON object.
 
-    It has the row of the round, the rows of the clients, the metric per domain, and the
-    task's series, such as the accuracy per class (null without samples). Each disclosure
-    is a list of the fields of ``Disclosure``.
+    It has the row of the round, the rows of the clients, the metric per domain, and
+    the task's series, such as the accuracy per class (null without samples). Each
+    disclosure is a list of the fields of ``Disclosure``.
     """
     lists = {key: [_finite(value) for value in series(record.evaluation, stem)] or None for stem, key in _series(task).items()}
     domains = {name: _finite(value) for name, value in per_domain(record.evaluation, task).items()}
@@ -185,8 +186,8 @@ def named_per_domain(values: Mapping[str, float], task: Task = CLASSIFICATION) -
 def read_rows(file: Path) -> tuple[list[dict[str, Any]], bool]:
     """Read the rows of a file rounds.jsonl, if it exists, and whether its last line is incomplete.
 
-    A run may still be writing the last line, which then gives no row. ``ValueError``:
-    another line cannot be read.
+    A run may still be writing the last line, which then gives no row.
+    ``ValueError``: another line cannot be read.
     """
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     rows: list[dict[str, Any]] = []
@@ -210,9 +211,10 @@ def write_passes(passes: Sequence[Pass], path: Path) -> None:
 class History:
     """Append every round of a run to its files, ``diagnostics.csv`` only if wanted.
 
-    Every round is in the files when it is over. A power cut can remove rounds, but none
-    that a checkpoint contains. A round that cannot be written, for example because the
-    disk is full, is written with the next round. Incomplete lines are removed.
+    Every round is in the files when it is over. A power cut can remove rounds, but
+    none that a checkpoint contains. A round that cannot be written, for example
+    because the disk is full, is written with the next round. Incomplete lines are
+    removed.
     """
 
     FILES = ("rounds.csv", "clients.csv", "rounds.jsonl")

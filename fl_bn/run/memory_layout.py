@@ -20,16 +20,16 @@ OVERRUN = "oneDNN writes past the memory of layer {!r}, a strided 1 x 1 convolut
 def memory_format(name: str, model: nn.Module, image: tuple[int, int], device: torch.device) -> torch.memory_format:
     """Return the memory format of the clients' networks, for images of ``(channels, size)``.
 
-    On a CPU, ``auto`` is channels-last for 2-D convolutions, since it was at least as
-    fast for all networks that were measured (``benchmarks/results/peers.md``). On a GPU,
-    ``auto`` is contiguous, because channels-last gained nothing there
-    (``benchmarks/results/gpu.md``). A network that cannot compute in channels-last stays
-    contiguous, because of ``view`` after a convolution, or of a layer that ``overrun``
-    names.
+    On a CPU, ``auto`` is channels-last for 2-D convolutions, since it was at least
+    as fast for all networks that were measured (``benchmarks/results/peers.md``).
+    On a GPU, ``auto`` is contiguous, because channels-last gained nothing there
+    (``benchmarks/results/gpu.md``). A network that cannot compute in channels-last
+    stays contiguous, because of ``view`` after a convolution, or of a layer that
+    ``overrun`` names.
 
     Raises:
-        ValueError: ``name`` is channels-last, but torch would write past the memory of
-            one of the layers.
+        ValueError: ``name`` is channels-last, but torch would write past the memory
+            of one of the layers.
     """
     broken = overrun(model) if device.type == "cpu" else ""
     if name != AUTO:
@@ -56,8 +56,8 @@ def overrun(model: nn.Module) -> str:
     """Return the first layer, if any, whose gradient oneDNN computes wrongly in channels-last.
 
     On CPUs, it writes past its buffer for strided 1 x 1 convolutions of fewer input
-    channels than a vector register holds. Then the process crashes, or weights get wrong
-    gradients (https://github.com/uxlfoundation/oneDNN/issues/6035).
+    channels than a vector register holds. Then the process crashes, or weights get
+    wrong gradients (https://github.com/uxlfoundation/oneDNN/issues/6035).
     """
     layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d) and layer.in_channels < VECTOR)
     return next((name for name, layer in layers if set(layer.kernel_size) == {1} and set(layer.stride) != {1}), "")

@@ -20,8 +20,8 @@ PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")
 def parse_overrides(text: str) -> dict[str, Any]:
     """Read run-config keys from a text such as ``rounds=10 method='hbn'``, or from a .toml file.
 
-    The syntax is that of ``flwr run --run-config``, but a part that cannot be read raises
-    ``ConfigError``.
+    The syntax is that of ``flwr run --run-config``, but a part that cannot be read
+    raises ``ConfigError``.
     """
     if text.endswith(".toml"):
         try:

@@ -27,8 +27,8 @@ STEPS = (1, 2, 5, 10)  # allowed distances between ticks of whole numbers, times
 def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task: Task = CLASSIFICATION) -> None:
     """Draw a run's metric and training loss over its rounds, those of frozen statistics in grey.
 
-    If the run has running statistics, two more panels show how far they moved, and the
-    smallest variance.
+    If the run has running statistics, two more panels show how far they moved, and
+    the smallest variance.
     """
     panels = {"training loss\n(clients)": {r.round: r.loss for r in records}}
     if any(r.drift for r in records):

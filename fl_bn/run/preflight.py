@@ -73,8 +73,8 @@ def _warn(config: RunConfig, method: Method, model: nn.Module) -> None:
 def try_batch(config: RunConfig, x: Tensor, y: Tensor | None = None) -> None:
     """Raise ``ConfigError`` if the network cannot take a batch, or the task cannot use its output.
 
-    In evaluation mode, no layer needs other clients. ``y`` None: the targets are not
-    known.
+    In evaluation mode, no layer needs other clients. ``y`` None: the targets are
+    not known.
     """
     of, model = task(config, y), copied(client_model(config)).eval()
     x, y = (part.expand(2, *part.shape[1:]) if part is not None and len(part) == 1 else part for part in (x, y))  # type: ignore[assignment]

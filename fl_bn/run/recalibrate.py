@@ -32,10 +32,10 @@ def check(config: RunConfig) -> None:
 def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output: Path | None = None) -> RunConfig:
     """Return the config of a run that measures the BatchNorm statistics anew, with no training.
 
-    ``source`` is the folder of a finished run, beside which is the default ``output``, or
-    a file of weights. ``overrides`` are keys that differ from the run's. ``passes`` 0:
-    until all layers are exact. ``ConfigError``: there is no such run or file, or a key
-    makes no sense here.
+    ``source`` is the folder of a finished run, beside which is the default
+    ``output``, or a file of weights. ``overrides`` are keys that differ from the
+    run's. ``passes`` 0: until all layers are exact. ``ConfigError``: there is no
+    such run or file, or a key makes no sense here.
     """
     if taken := [key for key in overrides if key in DECIDED | TRAINING]:
         raise ConfigError(f"recalibrate does not train, and makes a run of its own: leave out {taken[0]} (see --passes and --output)")

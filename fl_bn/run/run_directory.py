@@ -47,9 +47,10 @@ PACKAGES = ("fl-bn", "flwr", "ray", "torch", "torchvision", "numpy", "grpcio", "
 class RunDirectory(Callback):
     """Write the folder of one run, as a callback of the run and as a context manager around it.
 
-    Entering the context opens the files. ``on_end`` writes the model, the pictures and
-    the summary, also after a failure. Leaving calls it if the run did not. Without
-    ``output`` in the run config, records are kept in memory and nothing is written.
+    Entering the context opens the files. ``on_end`` writes the model, the pictures
+    and the summary, also after a failure. Leaving calls it if the run did not.
+    Without ``output`` in the run config, records are kept in memory and nothing is
+    written.
 
     Attributes:
         path: The folder; None: the run has no output.
@@ -259,8 +260,8 @@ class RunDirectory(Callback):
     def _save_model(self, path: Path, transport: GridTransport) -> None:
         """Save the shared model as it was evaluated last, without the tensors that stay at the clients.
 
-        Names are the unconverted network's or, if the method replaces BatchNorm (gn, ln,
-        FedWon, ...), the converted one's.
+        Names are the unconverted network's or, if the method replaces BatchNorm
+        (gn, ln, FedWon, ...), the converted one's.
         """
         metadata = {"method": self.config.method, "model": self.config.model, "rounds": str(min(len(self.records), self.config.rounds))}
         plain = plain_names(transport.shared.model)

@@ -1,7 +1,7 @@
 """Declare the general run-config keys, which do not belong to one method, objective or server optimiser.
 
-For each option of the classes in ``VALUES``, which declare it, there is a line with the
-attribute and its type. The lines have the order of docs/config.md.
+For each option of the classes in ``VALUES``, which declare it, there is a line with
+the attribute and its type. The lines have the order of docs/config.md.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def general_options() -> Mapping[str, Option]:
     """Return the options of ``RunKeys`` and of ``VALUES`` by key, in the order of docs/config.md.
 
     One without a line in ``RunKeys`` follows the one before it in its class.
-    ``ValueError``: a class in ``VALUES`` does not derive from the one that it replaces,
-    or two declarations of a key differ.
+    ``ValueError``: a class in ``VALUES`` does not derive from the one that it
+    replaces, or two declarations of a key differ.
     """
     return _general_options(tuple(VALUES.items()))
 

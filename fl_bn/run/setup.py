@@ -96,7 +96,8 @@ class Setup(Options):
 
         Args:
             config: The run config.
-            method: The method with its options, and with the freeze of ``freeze-after``.
+            method: The method with its options, and with the freeze of
+                ``freeze-after``.
         """
         return method
 
@@ -111,8 +112,8 @@ class Setup(Options):
     def arguments(self, constructor: object) -> dict[str, Any]:
         """Return the arguments of a method, optimizer, ... that have no run-config key.
 
-        An option of a setup with the key of such an argument (``hbn-mixing`` of ``hbn``'s
-        ``mixing``) gives its value.
+        An option of a setup with the key of such an argument (``hbn-mixing`` of
+        ``hbn``'s ``mixing``) gives its value.
         """
         own, hidden = _own(cast(Any, type(self))), options_by_key(constructor, hidden=True)
         given = [(spec, getattr(self, own[key])) for key, spec in hidden.items() if key in own]
@@ -127,7 +128,8 @@ def _own(kind: Any) -> dict[str, str]:
 def setup_class(name: str) -> type[Setup]:
     """Return the class that the key ``setup`` names, or ``Setup`` itself.
 
-    If there is no such class, or its module is not allowed, ``ConfigError`` is raised.
+    If there is no such class, or its module is not allowed, ``ConfigError`` is
+    raised.
     """
     return _setup_class(name, _modules)
 

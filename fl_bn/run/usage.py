@@ -1,7 +1,7 @@
 """Make the run configs of several runs from common keys, as for a sweep.
 
-Each run leaves out the keys without effect in it, but a key of the user's must have an
-effect in one of the runs.
+Each run leaves out the keys without effect in it, but a key of the user's must have
+an effect in one of the runs.
 """
 
 from __future__ import annotations

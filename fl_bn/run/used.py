@@ -1,8 +1,9 @@
 """Refuse keys that the user set but that the run does not use: key K belongs to M, and the run has no M.
 
-The declaration of a key says what it belongs to (``option(used=...)``). An option of a
-method, an objective or a server optimiser belongs to it. A key is set by the user if its
-value is not the default, since Flower passes every key of pyproject.toml to a run.
+The declaration of a key says what it belongs to (``option(used=...)``). An option
+of a method, an objective or a server optimiser belongs to it. A key is set by the
+user if its value is not the default, since Flower passes every key of
+pyproject.toml to a run.
 """
 
 from __future__ import annotations

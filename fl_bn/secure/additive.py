@@ -1,23 +1,25 @@
 """Convert moments into numbers that secure aggregation can average.
 
 Count, mean and biased variance of a layer cannot be averaged: pooling needs every
-client's mean. So each client computes two deviations from a public reference, the running
-statistics from the server, with mean r and standard deviation s = sqrt(var + EPS)::
+client's mean. So each client computes two deviations from a public reference, the
+running statistics from the server, with mean r and standard deviation s = sqrt(var
++ EPS)::
 
     first  = mean of (x - r) / s            second = mean of ((x - r) / s)^2 - 1
 
-Both have no unit, and are 0 for the reference's moments. Their averages, weighted by
-counts, are the deviations of the union. So ``mean = r + s * first`` and ``var = s^2 *
-(second + 1 - first^2)`` are exactly the pooled moments (law of total variance).
+Both have no unit, and are 0 for the reference's moments. Their averages, weighted
+by counts, are the deviations of the union. So ``mean = r + s * first`` and ``var =
+s^2 * (second + 1 - first^2)`` are exactly the pooled moments (law of total
+variance).
 
-A quantiser needs values in [-range, range]. ``within`` replaces deviations outside by
-those of the nearest moments that fit, so the average still gives valid moments.
+A quantiser needs values in [-range, range]. ``within`` replaces deviations outside
+by those of the nearest moments that fit, so the average still gives valid moments.
 ``second``, a square, is divided by the range.
 
-``second + 1 - first^2`` loses digits if the reference is far from the data. An error e of
-both numbers changes the variance by up to ``e * (range + 2 |first| + e)`` s^2, perhaps a
-large part of it. A second exchange, with the first's result as reference, restores the
-digits (see ``lost``).
+``second + 1 - first^2`` loses digits if the reference is far from the data. An
+error e of both numbers changes the variance by up to ``e * (range + 2 |first| +
+e)`` s^2, perhaps a large part of it. A second exchange, with the first's result as
+reference, restores the digits (see ``lost``).
 
 Symbols: C -> channels, e -> error of an average in standardised units, L -> levels.
 """
@@ -42,8 +44,9 @@ def scale(reference: Running) -> Tensor:
 def deviations(moments: Moments, reference: Running) -> tuple[Tensor, Tensor]:
     """Compute deviations from the reference, with mean r and deviation s (``scale``).
 
-    ``first`` is the mean of ``(x - r) / s``, ``second`` that of ``((x - r) / s)^2 - 1``,
-    both (C,), float64. They are zeros at count 0, because the layer did not run.
+    ``first`` is the mean of ``(x - r) / s``, ``second`` that of ``((x - r) / s)^2 -
+    1``, both (C,), float64. They are zeros at count 0, because the layer did not
+    run.
     """
     if moments.count == 0:
         zeros = torch.zeros_like(reference.mean, dtype=torch.float64)
@@ -69,7 +72,8 @@ def from_deviations(count: int, first: Tensor, second: Tensor, reference: Runnin
 def running_deviations(running: Running, reference: Running) -> tuple[Tensor, Tensor]:
     """Compute ``(mean - r) / s`` and ``var / s^2 - 1``, (C,) each.
 
-    They are for methods that average running means and variances separately (FedAvg).
+    They are for methods that average running means and variances separately
+    (FedAvg).
     """
     s = scale(reference)
     return (running.mean.double() - reference.mean.double()) / s, running.var.double() / s.square() - 1
@@ -108,8 +112,8 @@ def running_within(mean: Tensor, var: Tensor, limit: float) -> tuple[Tensor, Ten
 def lost(moments: Moments, first: Tensor, reference: Running, error: float, limit: float) -> int:
     """Count the channels whose variance is inexact, as the reference is too far from the data.
 
-    Rounding may change such a variance (plus EPS) by more than 0.1 %, and by more than
-    about four times what it causes with a reference near the data.
+    Rounding may change such a variance (plus EPS) by more than 0.1 %, and by more
+    than about four times what it causes with a reference near the data.
 
     Args:
         moments: of all clients together, from ``from_deviations``.
@@ -131,12 +135,14 @@ def level(clipping_range: float, bits: int) -> float:
 def average_error(clipping_range: float, bits: int, weights: Sequence[float], heaviest: float = 0.0) -> float:
     """Return the worst-case absolute error of a quantised average, in its values' units.
 
-    Each of n clients sends ``weight / heaviest`` times its value, with an error below one
-    level. The sum is divided by ``sum(weights) / heaviest``. The average's error is below
-    ``n * level * heaviest / sum(weights)``, one level for equal weights.
+    Each of n clients sends ``weight / heaviest`` times its value, with an error
+    below one level. The sum is divided by ``sum(weights) / heaviest``. The
+    average's error is below ``n * level * heaviest / sum(weights)``, one level for
+    equal weights.
 
     Args:
-        clipping_range: the quantiser's range is ``[-clipping_range, clipping_range]``.
+        clipping_range: the quantiser's range is ``[-clipping_range,
+            clipping_range]``.
         bits: of the quantiser.
         weights: one weight per client, above 0.
         heaviest: the public divisor of weights. 0: the largest of them.

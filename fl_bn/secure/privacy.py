@@ -1,14 +1,16 @@
 """Provide client-level differential privacy: noisy sums of updates and of statistics.
 
-A client's update and its statistics (deviations, see ``additive``) are two vectors. Each
-is scaled down to an L2 norm of at most its own clip C. Each gets so much Gaussian noise
-that the cohort's secure sum has noise of standard deviation ``noise * C`` or more.
+A client's update and its statistics (deviations, see ``additive``) are two vectors.
+Each is scaled down to an L2 norm of at most its own clip C. Each gets so much
+Gaussian noise that the cohort's secure sum has noise of standard deviation ``noise
+* C`` or more.
 
-Accounting is zero-concentrated DP: Concentrated Differential Privacy, Bun and Steinke,
-TCC 2016. A Gaussian release of noise multiplier z costs ``rho = 1 / (2 z^2)``
-(proposition 1.6), where neighbours differ in one client's vector, or 0. Releases add up
-(lemma 1.7). ``rho`` implies ``(rho + 2 sqrt(rho ln(1 / delta)), delta)`` (proposition
-1.3). Sampling of the cohort is left out, so the figure is an upper bound.
+Accounting is zero-concentrated DP: Concentrated Differential Privacy, Bun and
+Steinke, TCC 2016. A Gaussian release of noise multiplier z costs ``rho = 1 / (2
+z^2)`` (proposition 1.6), where neighbours differ in one client's vector, or 0.
+Releases add up (lemma 1.7). ``rho`` implies ``(rho + 2 sqrt(rho ln(1 / delta)),
+delta)`` (proposition 1.3). Sampling of the cohort is left out, so the figure is an
+upper bound.
 
 The noise is drawn from the operating system's entropy, so a run with privacy is not
 reproducible. All know the run's seed, and who knows the noise can subtract it.
@@ -45,12 +47,12 @@ class Privacy(Options):
 
     Attributes:
         noise: the least standard deviation of a sum's noise, divided by the clip.
-        delta: epsilon is stated for it; it should be well below one over the number of
-            clients.
+        delta: epsilon is stated for it; it should be well below one over the number
+            of clients.
 
     Raises:
-        ValueError: a value is out of range. A run config allows noise 0, this class does
-            not.
+        ValueError: a value is out of range. A run config allows noise 0, this class
+            does not.
     """
 
     name: ClassVar[str] = "privacy"
@@ -90,9 +92,9 @@ def noisy(
 ) -> dict[str, Tensor]:
     """Add one client's share of the noise to ``vector``, in float64.
 
-    Its standard deviation is ``noise * clip / sqrt(contributors)``. ``contributors`` is
-    the smallest number of clients whose sum the server may learn. A sum over more clients
-    has more noise. Only tests give ``rng``.
+    Its standard deviation is ``noise * clip / sqrt(contributors)``.
+    ``contributors`` is the smallest number of clients whose sum the server may
+    learn. A sum over more clients has more noise. Only tests give ``rng``.
     """
     rng = np.random.default_rng(secrets.randbits(256)) if rng is None else rng
     deviation = noise * clip / math.sqrt(contributors)
@@ -137,8 +139,8 @@ def _released(line: bytes) -> int:
 class Accountant:
     """Count one run's releases.
 
-    A training round has one for updates, and one if the method reports statistics. A
-    statistics-only exchange has one.
+    A training round has one for updates, and one if the method reports statistics.
+    A statistics-only exchange has one.
     """
 
     def __init__(self, privacy: Privacy, releases: int = 0) -> None:

@@ -64,8 +64,8 @@ class SecureAggregation(Options):
         """Check that the vectors of ``clients`` clients can be summed.
 
         Raises:
-            ValueError: clients are too few, the sum would overflow, or an option does not
-                fit.
+            ValueError: clients are too few, the sum would overflow, or an option
+                does not fit.
         """
         shares, threshold, most = self.shares_of(clients), self.threshold_of(clients), (MODULUS - 1).bit_length() - clients.bit_length()
         fits = shares < 2 * threshold <= 2 * shares

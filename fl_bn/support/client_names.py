@@ -19,7 +19,8 @@ class ClientNames:
         names: the sites' names, by client index.
         nodes: Flower's node ids, by client index.
         registered: Returns node id -> name of the site that has this node now. If a
-            site's key was renewed during the run, its node is not that in ``nodes``.
+            site's key was renewed during the run, its node is not that in
+            ``nodes``.
     """
 
     names: tuple[str, ...] = ()
@@ -89,7 +90,8 @@ def nodes_of(text: str) -> tuple[int, ...]:
 def sites_of(text: str) -> tuple[str, ...]:
     """Return the names of sites in ``text``: ("east", "west") for ``"east, west"``.
 
-    Another text, or one with a name twice, in upper or lower case, raises ``ValueError``.
+    Another text, or one with a name twice, in upper or lower case, raises
+    ``ValueError``.
     """
     names = names_of(text)
     if not all(map(SITE.fullmatch, names)) or len({name.casefold() for name in names}) < len(names):

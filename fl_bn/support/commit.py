@@ -22,8 +22,9 @@ def commit_of(folder: Path) -> str:
 def commit() -> str:
     """Return the abbreviated git commit of this package's source, if known.
 
-    It is read from commit.toml (``COMMIT``), which is part of images and of a run's code,
-    or from the package's git checkout, with ``+`` if tracked files have changes.
+    It is read from commit.toml (``COMMIT``), which is part of images and of a run's
+    code, or from the package's git checkout, with ``+`` if tracked files have
+    changes.
     """
     file = PACKAGE / COMMIT
     return str(tomllib.loads(file.read_text()).get("commit", "")) if file.exists() else commit_of(PACKAGE)

@@ -21,8 +21,8 @@ def listen(listener: Listener) -> None:
 def leaving(section: str, nbytes: int, samples: int) -> None:
     """Call the listener, directly before this process sends ``nbytes`` from ``samples`` (0: unknown).
 
-    If it raises an error, for example because it could not write its log, the data must
-    not be sent.
+    If it raises an error, for example because it could not write its log, the data
+    must not be sent.
     """
     for listener in _listeners:
         listener(section, nbytes, samples)

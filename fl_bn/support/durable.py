@@ -1,10 +1,10 @@
 """Write files that a crash does not damage, and lock files for one process at a time.
 
-New content is written to another file, which then replaces the old one. A lock ends with
-its process.
+New content is written to another file, which then replaces the old one. A lock ends
+with its process.
 
-The metadata of a safetensors file describe its content (``about``). They also contain a
-SHA-256 of the whole file, by which a damaged file is recognised.
+The metadata of a safetensors file describe its content (``about``). They also
+contain a SHA-256 of the whole file, by which a damaged file is recognised.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Damaged(ValueError):
 def write(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Write ``data`` to ``path`` durably: after a crash the file holds all of it, or its former content.
 
-    ``mode`` are the permissions, reduced by the umask. If the file cannot be written
-    (``OSError``), the former content stays, and no other file is left.
+    ``mode`` are the permissions, reduced by the umask. If the file cannot be
+    written (``OSError``), the former content stays, and no other file is left.
     """
     _make(path.parent)
     for unfinished in path.parent.glob(f"{UNFINISHED}*"):
@@ -68,8 +68,8 @@ def write(path: Path, data: bytes, mode: int = 0o600) -> None:
 def append(path: Path, line: bytes) -> None:
     """Add ``line``, without its newline, to a file durably, so that no later crash removes it.
 
-    Half a line, which an earlier crash left at the end, stays as a line of its own. If
-    writing fails (``OSError``), part of the line may be in the file.
+    Half a line, which an earlier crash left at the end, stays as a line of its own.
+    If writing fails (``OSError``), part of the line may be in the file.
     """
     _make(path.parent)
     fresh = not path.exists()
@@ -191,8 +191,8 @@ def hold(file: IO[str], *, shared: bool = False) -> None:
 def take(path: Path, lockless: Callable[[], None] = lambda: None) -> IO[str]:
     """Lock the file at ``path``, made if missing, until ``release`` or the end of this process.
 
-    ``lockless`` is called if the file system has no locks. Other processes can then use
-    the file, too.
+    ``lockless`` is called if the file system has no locks. Other processes can then
+    use the file, too.
 
     Raises:
         BlockingIOError: another process has locked it.

@@ -20,8 +20,8 @@ NODES = "FL_BN_NODES"  # environment variable of a deployed ServerApp: the file 
 def flower_config(values: Mapping[str, Scalar]) -> str:
     """Return ``values`` for Flower's options --node-config and --run-config: ``rounds=3 method="fbn"``.
 
-    A value with an unprintable character, or with a single quote and a double quote or
-    backslash, raises ``ValueError``.
+    A value with an unprintable character, or with a single quote and a double quote
+    or backslash, raises ``ValueError``.
     """
     return " ".join(f"{name}={_scalar(name, value)}" for name, value in values.items())
 
@@ -40,8 +40,8 @@ def _scalar(name: str, value: Scalar) -> str:
 def registered_nodes() -> dict[int, str]:
     """Return the nodes that are registered at the SuperLink at present: node id -> site.
 
-    They are read from the file that the environment variable ``FL_BN_NODES`` names, if
-    any, which ``fl-bn register`` writes, also during a run.
+    They are read from the file that the environment variable ``FL_BN_NODES`` names,
+    if any, which ``fl-bn register`` writes, also during a run.
     """
     file = os.environ.get(NODES, "")
     try:

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 def without_gc() -> Iterator[None]:
     """Switch garbage collection off in the ``with`` block, which imports modules.
 
-    Importing torch and Flower makes a quarter of a million objects that live as long as
-    the process, which the collector ignores from then on. Scanning them takes almost a
-    second (benchmarks/README.md, "Throughput").
+    Importing torch and Flower makes a quarter of a million objects that live as
+    long as the process, which the collector ignores from then on. Scanning them
+    takes almost a second (benchmarks/README.md, "Throughput").
     """
     was = gc.isenabled()
     gc.disable()

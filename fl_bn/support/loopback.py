@@ -31,7 +31,7 @@ def excepted(variables: Mapping[str, str]) -> list[str]:
 def with_exceptions(variables: Mapping[str, str]) -> dict[str, str]:
     """Return ``no_grpc_proxy`` and its value, for the environment of another program.
 
-    So gRPC in that program reaches this machine, and all hosts that ``variables`` exempt,
-    without the proxy. Other software does not read this variable.
+    So gRPC in that program reaches this machine, and all hosts that ``variables``
+    exempt, without the proxy. Other software does not read this variable.
     """
     return {EXCEPTIONS[0]: ",".join(dict.fromkeys([*excepted(variables), *HERE]))}

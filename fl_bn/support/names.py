@@ -42,8 +42,8 @@ def names_of(text: str) -> tuple[str, ...]:
 def unknown(what: str, name: object, known: Collection[str], where: str = "") -> str:
     """Return the message for an unknown name, with the nearest known name, or with all.
 
-    ``what`` is the kind of thing, such as "key". ``where``, such as " in [data]", follows
-    the name.
+    ``what`` is the kind of thing, such as "key". ``where``, such as " in [data]",
+    follows the name.
     """
     near = nearest(name, known)
     return f"unknown {what} {short(name)}{where}" + (near or f" (known: {', '.join(known)})")
@@ -52,8 +52,8 @@ def unknown(what: str, name: object, known: Collection[str], where: str = "") ->
 def expected(what: str, name: object, known: Collection[str], others: str = "", hidden: Collection[str] = ()) -> str:
     """Return the message for a name that is not among ``known``.
 
-    ``what`` is the kind of thing, such as "method". ``others`` are other accepted values
-    in words. ``hidden`` names are not listed, but may be suggested.
+    ``what`` is the kind of thing, such as "method". ``others`` are other accepted
+    values in words. ``hidden`` names are not listed, but may be suggested.
     """
     return f"{what} must be one of {', '.join(known)}{others}, but got {short(name)}{nearest(name, [*known, *hidden])}"
 

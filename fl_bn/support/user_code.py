@@ -1,9 +1,9 @@
 """Find functions that a run config names as "package.module:function", in allowed modules only.
 
-A run config is sent without a signature to every machine that takes part. So it may only
-name functions of the app's own modules, whose code a client's site has accepted, and of
-those that the machine's owner allows. Every other name (``os:system``) is refused before
-anything is imported.
+A run config is sent without a signature to every machine that takes part. So it may
+only name functions of the app's own modules, whose code a client's site has
+accepted, and of those that the machine's owner allows. Every other name
+(``os:system``) is refused before anything is imported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Modules:
     """Hold the modules whose functions a run config may name.
 
     Attributes:
-        app: the app's folder, all of whose modules are allowed. None: there is no app.
+        app: the app's folder, all of whose modules are allowed. None: there is no
+            app.
         names: modules that the machine's owner allows, with their submodules. ``*``
             allows all modules except those of Python and of installed packages.
     """
@@ -80,8 +81,8 @@ class Modules:
     def _holds(self, module: str) -> bool:
         """Return whether the app's folder has a file for ``module``.
 
-        Without ``__init__.py``, a package may be in several folders, of which only the
-        app's are allowed.
+        Without ``__init__.py``, a package may be in several folders, of which only
+        the app's are allowed.
         """
         assert self.app is not None
         base = self.app.joinpath(*module.split("."))
@@ -127,8 +128,9 @@ def function(what: str, name: str, modules: Modules | None = None) -> Callable[.
 def import_extensions() -> None:
     """Import the modules that installed packages list in the entry-point group ``fl_bn``.
 
-    Each adds methods, tasks or others to fl-bn's registries, as in ``METHODS["mine"] =
-    mine``. If one cannot be imported, ``ValueError`` names its package.
+    Each adds methods, tasks or others to fl-bn's registries, as in
+    ``METHODS["mine"] = mine``. If one cannot be imported, ``ValueError`` names its
+    package.
     """
     for point in entry_points(group=GROUP):
         try:

@@ -55,8 +55,8 @@ def reason(text: str | None) -> str:
 def excerpt(value: object) -> str:
     """Return a short text for a received value, for an error message.
 
-    A long text is cut, and a long list or a huge number is described, as in "a list of
-    12".
+    A long text is cut, and a long list or a huge number is described, as in "a list
+    of 12".
     """
     if isinstance(value, str | bytes):
         return escaped(repr(value[:SHOWN])) + (f" ... ({len(value)} long)" if len(value) > SHOWN else "")

@@ -1,7 +1,7 @@
 """Run the cells of a sweep, several at a time.
 
-A *cell* is one run of a sweep. Finished cells are not repeated, and the errors of failed
-cells are reported. Worker processes end with their parent.
+A *cell* is one run of a sweep. Finished cells are not repeated, and the errors of
+failed cells are reported. Worker processes end with their parent.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Cell:
     Attributes:
         config: The run config.
         axes: The value of the run on each axis of the sweep.
-        centralised: Whether one model is trained on the data of all clients together.
+        centralised: Whether one model is trained on the data of all clients
+            together.
     """
 
     config: RunConfig
@@ -108,8 +109,8 @@ class Cell:
     def held(self) -> Iterator[None]:
         """Lock the cell, also on other machines that share the disk, or raise ``Elsewhere``.
 
-        The file of the lock is beside the run's folder, since that folder may be deleted
-        meanwhile.
+        The file of the lock is beside the run's folder, since that folder may be
+        deleted meanwhile.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.parent / f".{self.path.name}.lock"
@@ -169,15 +170,15 @@ def _run(cell: Cell) -> None:
 def run_cells(cells: Sequence[Cell], jobs: int, progress: Callable[[int, int], None]) -> dict[str, str]:
     """Run the unfinished cells in worker processes. Return the errors of failed ones, by name.
 
-    If a worker dies, the others are run one at a time, to find the cell whose worker
-    dies.
+    If a worker dies, the others are run one at a time, to find the cell whose
+    worker dies.
 
     Args:
         cells: The cells.
-        jobs: The number of cells at a time; 0: one per core, fewer if a cell asks for
-            worker processes.
-        progress: Called about twice a second with the number of finished rounds and of
-            all rounds.
+        jobs: The number of cells at a time; 0: one per core, fewer if a cell asks
+            for worker processes.
+        progress: Called about twice a second with the number of finished rounds and
+            of all rounds.
     """
     waiting = [cell for cell in cells if not cell.finished()]
     workers = max((cell.config.workers or 1 for cell in waiting), default=1)
@@ -199,8 +200,8 @@ def run_cells(cells: Sequence[Cell], jobs: int, progress: Callable[[int, int], N
 def _run_batch(batch: Sequence[Cell], jobs: int, errors: dict[str, str], show: Callable[[], None]) -> list[Cell]:
     """Run cells in worker processes until all have ended, or a worker has died.
 
-    Return those that have not ended. ``errors`` gets the errors of cells that fail, by
-    name.
+    Return those that have not ended. ``errors`` gets the errors of cells that fail,
+    by name.
     """
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_end_with_parent)
     try:

@@ -23,11 +23,13 @@ def comparison(methods: Sequence[str], seeds: Sequence[int], base: Mapping[str, 
         methods: The labels of the methods: ``fbn``, ``centralised-gn``, or, with
             run-config keys of its own, ``fbn:learning-rate=0.01;local-steps=1``.
         seeds: The seeds, of which each begins after the one before.
-        base: Run-config keys of all runs. Each must have an effect in at least one run.
+        base: Run-config keys of all runs. Each must have an effect in at least one
+            run.
         title: The title of the table and the picture.
 
     Raises:
-        ConfigError: A method is given twice, or a key is set by the comparison itself.
+        ConfigError: A method is given twice, or a key is set by the comparison
+            itself.
     """
     variants: dict[str, dict[str, Any]] = {}
     own = set(base)

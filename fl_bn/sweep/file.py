@@ -75,7 +75,8 @@ Axis = dict[str, dict[str, Any]]
 class Where:
     """Set run-config keys for some combinations only: an entry of ``[[where]]``.
 
-    ``at`` has, by axis, the label that a combination must have. ``keys`` are set for it.
+    ``at`` has, by axis, the label that a combination must have. ``keys`` are set
+    for it.
     """
 
     at: Mapping[str, str]
@@ -84,8 +85,8 @@ class Where:
     def has(self, at: Mapping[str, str], keys: Mapping[str, Any]) -> bool:
         """Return whether this entry applies to the combination ``at`` with ``keys``.
 
-        If a variant replaces an axis by a single value, ``keys`` has that value under the
-        axis's name.
+        If a variant replaces an axis by a single value, ``keys`` has that value
+        under the axis's name.
         """
         return all(at.get(axis, str(keys.get(axis))) == value for axis, value in self.at.items())
 
@@ -99,8 +100,8 @@ class Sweep:
         keys: Run-config keys of all runs.
         axes: Axis -> label of a value -> the run-config keys that the value sets.
         skip: The combinations to leave out, each by labels on some axes.
-        own: Keys that must have an effect in at least one run. For a variant, they are
-            those that it sets itself.
+        own: Keys that must have an effect in at least one run. For a variant, they
+            are those that it sets itself.
         where: Keys for some combinations only, which override those of ``keys`` and
             ``axes``.
         tables: The other tables of the file, such as [report].
@@ -143,9 +144,9 @@ class Sweep:
         """Return the cells of the sweep, one for each combination, in ``output/runs``.
 
         Raises:
-            ConfigError: A key is wrong, or has no effect although it is in ``own``; two
-                cells have the same folder; a folder holds another run; or there is no
-                cell.
+            ConfigError: A key is wrong, or has no effect although it is in ``own``;
+                two cells have the same folder; a folder holds another run; or there
+                is no cell.
         """
         made: list[Cell] = []
         use = Usage()
@@ -179,8 +180,8 @@ def read(path: Path, variant: str = "", data: str = "data", overrides: Mapping[s
         overrides: Run-config keys that override those of the file.
 
     Raises:
-        ConfigError: The file does not exist, is not TOML, or has an unknown table or key,
-            or a wrong value.
+        ConfigError: The file does not exist, is not TOML, or has an unknown table
+            or key, or a wrong value.
     """
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -322,8 +323,8 @@ def _kept(axis: str, values: Axis, labels: list[Any]) -> Axis:
 def _overridden(axis: str, values: Axis, overrides: Mapping[str, Any]) -> Axis:
     """Return an axis without the keys that ``overrides`` sets for all runs.
 
-    If ``overrides`` has the axis itself, or two of its values do not differ any more,
-    ``ConfigError`` is raised.
+    If ``overrides`` has the axis itself, or two of its values do not differ any
+    more, ``ConfigError`` is raised.
     """
     remaining = {label: {key: value for key, value in keys.items() if key not in overrides} for label, keys in values.items()}
     for one, other in itertools.combinations(values, 2):

@@ -25,7 +25,8 @@ class Plan:
     Attributes:
         cells: All cells of the plan, finished ones included.
         todo: The cells to run now.
-        failed: The errors of cells that failed before and are not run again, by name.
+        failed: The errors of cells that failed before and are not run again, by
+            name.
     """
 
     cells: list[Cell]
@@ -44,8 +45,8 @@ def plan(sweep: Sweep, output: Path, *, retry: bool = False, only: str = "", kno
         known: The names of cells to leave out, since their results are elsewhere.
 
     Raises:
-        ConfigError: The run config of a cell is wrong, its folder holds another run, or
-            no name matches ``only``.
+        ConfigError: The run config of a cell is wrong, its folder holds another
+            run, or no name matches ``only``.
     """
     cells = [cell for cell in sweep.cells(output) if fnmatchcase(cell.config.name, only or "*")]
     if not cells:
@@ -81,8 +82,8 @@ def check(cells: Sequence[Cell]) -> None:
 def run(sweep: Sweep, chosen: Plan, output: Path, jobs: int, progress: Callable[[int, int], None]) -> dict[str, str]:
     """Run the planned cells, and write the sweep to ``sweep.toml`` in the folder ``output``.
 
-    ``jobs`` and ``progress`` are those of ``run_cells``. Return the error of each cell
-    that failed, now or before, by its name.
+    ``jobs`` and ``progress`` are those of ``run_cells``. Return the error of each
+    cell that failed, now or before, by its name.
     """
     output.mkdir(parents=True, exist_ok=True)
     (output / FILE).write_text(sweep.to_toml(), encoding="utf-8")

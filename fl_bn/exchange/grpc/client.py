@@ -25,11 +25,12 @@ class GrpcExchange:
         token: the client's token for this round.
         authority: the authority's certificate, in PEM. Empty: no encryption.
         timeout: seconds that the whole stream may last.
-        patience: seconds without an answer to a ping, after which the server is dead.
+        patience: seconds without an answer to a ping, after which the server is
+            dead.
 
     Raises:
-        ExchangeFailed: the service is out of reach or refuses the client, or not all
-            join.
+        ExchangeFailed: the service is out of reach or refuses the client, or not
+            all join.
     """
 
     def __init__(

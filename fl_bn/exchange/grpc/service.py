@@ -1,10 +1,10 @@
 """Serve the exchange over gRPC, by an asyncio server in a thread of the ServerApp's process.
 
-A message is a line of JSON, and the values after it, little-endian. A stream's first
-request is ``{"join": batch}``, its last one ``{"leave": true}``. All others have
-``layer``, ``quantity``, ``call`` and ``count``, and a vector. Each but the last gets one
-answer, ``{"count": ..., "batch": ...}`` and the cohort's vector. If a stream ends without
-a leave, its client has died.
+A message is a line of JSON, and the values after it, little-endian. A stream's
+first request is ``{"join": batch}``, its last one ``{"leave": true}``. All others
+have ``layer``, ``quantity``, ``call`` and ``count``, and a vector. Each but the
+last gets one answer, ``{"count": ..., "batch": ...}`` and the cohort's vector. If a
+stream ends without a leave, its client has died.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Member:
 
     Attributes:
         context: gRPC's object for the stream; None until the client connects.
-        busy: whether the stream's handler is at work, so that nobody else may end the
-            stream.
+        busy: whether the stream's handler is at work, so that nobody else may end
+            the stream.
     """
 
     session: Session
@@ -66,7 +66,8 @@ class ExchangeService:
 
     Raises:
         FileNotFoundError: a file of ``certificates`` is missing.
-        ValueError: a file is not in PEM, or the key does not belong to the certificate.
+        ValueError: a file is not in PEM, or the key does not belong to the
+            certificate.
     """
 
     def __init__(self, host: str, port: int, largest: int, certificates: Certificates | None = None, ports: int = 1) -> None:
@@ -239,8 +240,8 @@ def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
     """Convert a message to a request for one of ``layers``. None: the client leaves.
 
     Raises:
-        Refused: the message is unreadable, names an unknown layer or quantity, or has no
-            whole number of values.
+        Refused: the message is unreadable, names an unknown layer or quantity, or
+            has no whole number of values.
     """
     head, _, values = data.partition(b"\n")
     try:

@@ -59,7 +59,8 @@ class Clients:
 
     Attributes:
         model: The network, converted for ``method``; it stays unchanged.
-        schedule: ``schedule(round, rounds)`` returns the factor of the learning rate.
+        schedule: ``schedule(round, rounds)`` returns the factor of the learning
+            rate.
         given: The parameters of the user's own network, which is only copied.
     """
 
@@ -188,8 +189,8 @@ class CannotMove(ValueError):
 class InWorkers:
     """Compute clients in ``count`` processes, each of which reads the pickled clients once.
 
-    Tasks and functions are sent for every round, with changes by the user's code. Data is
-    not.
+    Tasks and functions are sent for every round, with changes by the user's code.
+    Data is not.
 
     Raises:
         CannotMove: A loader has worker processes, or the clients cannot be pickled.
@@ -248,8 +249,8 @@ def _work(
 ) -> Any:
     """Compute one client's round in a worker process. Tensors travel as NumPy arrays.
 
-    The worker uses as many threads as its parent (``same``), for the same order of sums,
-    and gets and returns ``states`` of the loader's generators.
+    The worker uses as many threads as its parent (``same``), for the same order of
+    sums, and gets and returns ``states`` of the loader's generators.
     """
     threads, dtype = same
     torch.set_num_threads(threads)

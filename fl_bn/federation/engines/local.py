@@ -43,9 +43,10 @@ class LocalTransport(Transport):
     """Reach all clients of a ``Federation``, which run on this machine.
 
     Args:
-        workers: The number of processes that compute clients. 0: this process, and worker
-            processes once they save time (``WorkerTiming``).
-        one_program: Whether a vectorised program computes clients together, if possible.
+        workers: The number of processes that compute clients. 0: this process, and
+            worker processes once they save time (``WorkerTiming``).
+        one_program: Whether a vectorised program computes clients together, if
+            possible.
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class LocalTransport(Transport):
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
         """Let clients measure layer by layer, by one forward pass each.
 
-        Return None if there are too many clients, their networks have no fixed order of
-        layers, a client left, or one vectorised program computes them.
+        Return None if there are too many clients, their networks have no fixed
+        order of layers, a client left, or one vectorised program computes them.
         """
         everyone = self._measuring(instruction)
         if self._one_program or turns.too_many(len(everyone), self.clients.model):
@@ -129,7 +130,8 @@ class LocalTransport(Transport):
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
         """Evaluate on the clients' test batches, if any. Return mean metrics.
 
-        If clients differ in model, task or batches, the record gets each one's metrics.
+        If clients differ in model, task or batches, the record gets each one's
+        metrics.
         """
         if self._tests is None:
             return {}
@@ -140,9 +142,9 @@ class LocalTransport(Transport):
     def evaluate_on(self, tests: Sequence[Loader], model: nn.Module) -> tuple[dict[str, float], dict[int, dict[str, float]]]:
         """Evaluate ``model`` on each client's test batches, by the client's task.
 
-        Return mean metrics, and client -> metrics, empty if all have the same model,
-        batches and task. If clients keep tensors (FedBN), those that have trained are
-        evaluated with their own models, or all with ``model`` before.
+        Return mean metrics, and client -> metrics, empty if all have the same
+        model, batches and task. If clients keep tensors (FedBN), those that have
+        trained are evaluated with their own models, or all with ``model`` before.
 
         Raises:
             ValueError: No client has a test batch.
@@ -263,8 +265,8 @@ class LocalTransport(Transport):
     def _exchange(self, instruction: Instruction, clients: Sequence[int]) -> tuple[list[Reply], Session]:
         """Let ``clients`` exchange layer by layer. Return replies and session.
 
-        A client runs until it waits for the others or is finished. Then the next one
-        runs.
+        A client runs until it waits for the others or is finished. Then the next
+        one runs.
         """
         defence = self.server.defence
         session = Session(clients, self.server.shared.exchanged(), average=defence.average, believing=not defence.active)

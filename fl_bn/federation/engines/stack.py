@@ -30,8 +30,8 @@ class _Holder(nn.Module):
 class Stack:
     """Hold the tensors of K networks, stacked along a first axis (K, ...), on ``template``'s device.
 
-    All rows run with ``template``'s modes and hooks. The stacked ``parameters`` are leaf
-    tensors, so that an elementwise optimiser steps all rows at once.
+    All rows run with ``template``'s modes and hooks. The stacked ``parameters`` are
+    leaf tensors, so that an elementwise optimiser steps all rows at once.
     """
 
     def __init__(self, models: Sequence[nn.Module], template: nn.Module) -> None:
@@ -52,12 +52,13 @@ class Stack:
     ) -> tuple[Tensor, Seen]:
         """Run ``answer(network, *batch)`` for networks ``rows``, and update their buffers.
 
-        ``batch`` is stacked: (len(rows), B, ...). The template's hooks fill the lists of
-        ``observed`` by layer, which are empty afterwards. Return the stacked results, and
-        layer -> each row's moments.
+        ``batch`` is stacked: (len(rows), B, ...). The template's hooks fill the
+        lists of ``observed`` by layer, which are empty afterwards. Return the
+        stacked results, and layer -> each row's moments.
 
         Raises:
-            RuntimeError: The forward pass draws random numbers, or cannot be stacked.
+            RuntimeError: The forward pass draws random numbers, or cannot be
+                stacked.
         """
         counts: dict[str, list[int]] = {}
 

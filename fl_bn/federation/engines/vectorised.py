@@ -1,8 +1,8 @@
 """Compute a cohort's clients in one vectorised program (``torch.func.vmap``).
 
-Results are those of one client after the other, up to the order of sums. Batches of one
-step are grouped by size, which is exact for every layer. A client without further batches
-stays unchanged. A GPU gains most, a CPU little.
+Results are those of one client after the other, up to the order of sums. Batches of
+one step are grouped by size, which is exact for every layer. A client without
+further batches stays unchanged. A GPU gains most, a CPU little.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ ELEMENTWISE = (SGD, Adam, optimizers.SGD, optimizers.Adam, AdamW, NAdam, RAdam, 
 PURE = {"torch", "torchvision", "fl_bn"}
 """The packages whose networks, hooks and losses may run once for all clients together.
 
-They change no attributes of the network (but buffers), draw no random numbers outside of
-torch, and compute the same for every size of the batch. Add your own network's package:
-``PURE.add("my_networks")``.
+They change no attributes of the network (but buffers), draw no random numbers
+outside of torch, and compute the same for every size of the batch. Add your own
+network's package: ``PURE.add("my_networks")``.
 """
 
 
@@ -66,8 +66,8 @@ def client_rounds(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], dev
 def outcomes(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], device: torch.device | None = None) -> list[Outcome]:
     """Train and measure several clients together: what a ``SampleLoop`` does for one.
 
-    ``device`` is the stack's, by default the models'. Models on the CPU and a GPU's stack
-    need the fewest copies.
+    ``device`` is the stack's, by default the models'. Models on the CPU and a GPU's
+    stack need the fewest copies.
 
     Raises:
         CannotVectorise: torch cannot batch the network or the task, for example.
@@ -100,7 +100,8 @@ class Fallback:
 class TogetherTurns(Turns):
     """Run tasks which may each ask to train a client, and train these clients together.
 
-    A task waits until every task waits or has ended. ``fallback`` reports obstacles.
+    A task waits until every task waits or has ended. ``fallback`` reports
+    obstacles.
     """
 
     def __init__(self, tasks: int, fallback: Fallback) -> None:

@@ -47,8 +47,8 @@ class Done(NamedTuple):
 class Workers:
     """Run tasks in ``count`` processes; 0: one for each core that this process may use.
 
-    joblib keeps them for a while. Large arrays in arguments go to shared memory once, and
-    are read-only.
+    joblib keeps them for a while. Large arrays in arguments go to shared memory
+    once, and are read-only.
 
     Raises:
         ValueError: ``count`` is negative, or above ``MOST_WORKERS``.
@@ -69,9 +69,9 @@ class Workers:
     def run(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> Generator[Done]:
         """Yield the result of ``function(*task)`` for every task, in order.
 
-        Tasks' log records are logged here. Take all results, or call ``close``. If a
-        process dies, the tasks without a result run again, one at a time. If theirs dies
-        again, the error is ``WorkerDied``.
+        Tasks' log records are logged here. Take all results, or call ``close``. If
+        a process dies, the tasks without a result run again, one at a time. If
+        theirs dies again, the error is ``WorkerDied``.
         """
         finished = 0
         with closing(self._attempt(function, tasks)) as first:

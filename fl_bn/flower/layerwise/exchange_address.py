@@ -1,7 +1,8 @@
 """Connect a client to the layer-wise exchange, if its site allows the address that the server names.
 
-The node config lists the allowed addresses. Else a server could make every site connect
-to machines in its own network, and learn from the errors which ports are open.
+The node config lists the allowed addresses. Else a server could make every site
+connect to machines in its own network, and learn from the errors which ports are
+open.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ GRPC_FIELDS = ("exchange-token", "exchange-address", "exchange-authority", "exch
 def check_address(address: str, node_config: Mapping[str, Any]) -> None:
     """Check that the client with this ``node_config`` may connect to ``address``, HOST:PORT.
 
-    Without a list of addresses, a deployed client connects to no host, and a simulated
-    one only to its own machine. ``ExchangeFailed`` does not repeat a forbidden address;
-    the log does.
+    Without a list of addresses, a deployed client connects to no host, and a
+    simulated one only to its own machine. ``ExchangeFailed`` does not repeat a
+    forbidden address; the log does.
     """
     host = address.lower().rpartition(":")[0]
     if (listed := node_config.get(KEY)) is None:
@@ -58,8 +59,8 @@ def connect(node_config: Mapping[str, Any], config: Mapping[str, Any], transcrip
     """Join the layer-wise exchange that a message names.
 
     ``transcript`` has the answers so far in an exchange by replay, ``batch`` is the
-    client's batch size. ``ExchangeFailed``: the client cannot join, or its site does not
-    allow the address.
+    client's batch size. ``ExchangeFailed``: the client cannot join, or its site
+    does not allow the address.
     """
     carrier = config.get("exchange")
     if carrier == "replay":

@@ -1,8 +1,8 @@
 """Run the layer-wise exchanges of a run at the server.
 
-Each exchange has a ``Session``, which averages the clients' vectors. A round of FedTAN
-needs one. A statistics-only exchange goes layer by layer if all its clients can take part
-at the same time, else it takes one pass over the data per layer.
+Each exchange has a ``Session``, which averages the clients' vectors. A round of
+FedTAN needs one. A statistics-only exchange goes layer by layer if all its clients
+can take part at the same time, else it takes one pass over the data per layer.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Exchanges:
 
     Attributes:
         session: the last exchange.
-        carrier: ``grpc``, ``local`` or ``replay``; empty until the first round chooses
-            it, once for all.
+        carrier: ``grpc``, ``local`` or ``replay``; empty until the first round
+            chooses it, once for all.
         messages: the number of Flower messages to one client in the last round.
     """
 
@@ -76,8 +76,8 @@ class Exchanges:
     def round(self, grid: Grid, cohort: Sequence[Client], messages: Iterable[Message], timeout: float) -> list[Message]:
         """Send a round's train messages, run its layer-wise exchange, and return the replies.
 
-        If the chosen carrier cannot serve this grid and cohort, the first round raises
-        ``RunFailed``.
+        If the chosen carrier cannot serve this grid and cohort, the first round
+        raises ``RunFailed``.
         """
         self.carrier = self.carrier or self._choose(grid, cohort, timeout)
         self.session = self._opened(cohort, self.settings.policy, self.settings.deadline)
@@ -88,10 +88,10 @@ class Exchanges:
     ) -> tuple[list[Message], str]:
         """Send the messages of a statistics-only exchange, and return the replies and the carrier's name.
 
-        Both are empty if the clients cannot all take part at the same time. Then, or if
-        nobody joined, no later call tries again. There are ``timeout`` seconds from one
-        exchange to the next. ``simulated``: try it in Flower's simulation, too, which may
-        be unable to run all clients at once.
+        Both are empty if the clients cannot all take part at the same time. Then,
+        or if nobody joined, no later call tries again. There are ``timeout``
+        seconds from one exchange to the next. ``simulated``: try it in Flower's
+        simulation, too, which may be unable to run all clients at once.
         """
         if self._cannot_meet:
             return [], ""
@@ -178,9 +178,9 @@ class Exchanges:
     def _meet(self, grid: Grid, cohort: Sequence[Client], timeout: float) -> str:
         """Test, before training, whether all clients of a cohort can join an exchange over gRPC at once.
 
-        Return what to change if they cannot. With the policy ``shrink``, rounds go on
-        without unreachable clients. ``RunFailed`` is raised if the service cannot listen
-        or clients cannot use it.
+        Return what to change if they cannot. With the policy ``shrink``, rounds go
+        on without unreachable clients. ``RunFailed`` is raised if the service
+        cannot listen or clients cannot use it.
         """
         messages = {c.index: Message(greeting(), c.node, RENDEZVOUS, ttl=timeout, group_id="0") for c in cohort}
         settings = self.settings
@@ -306,8 +306,8 @@ class Exchanges:
     ) -> dict[int, tuple[int, Local]]:
         """Send the messages, and return the batch size and request of each client that needs an answer.
 
-        The others leave the session, and their replies enter ``final``, as does a client
-        whose repetition computed other values than before (``sizes``).
+        The others leave the session, and their replies enter ``final``, as does a
+        client whose repetition computed other values than before (``sizes``).
         """
         requests: dict[int, tuple[int, Local]] = {}
         replies: dict[int, Message] = {}

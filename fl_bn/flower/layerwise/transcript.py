@@ -1,9 +1,9 @@
 """Exchange vectors by replay: a client computes its round again whenever a new answer has come.
 
-The server sends all answers so far, the transcript. The client uses them in order, and
-asks for the next one in its reply. Every repetition has the same batch and random
-numbers, so it reaches the same point. No process waits between messages, so any cohort
-size works.
+The server sends all answers so far, the transcript. The client uses them in order,
+and asks for the next one in its reply. Every repetition has the same batch and
+random numbers, so it reaches the same point. No process waits between messages, so
+any cohort size works.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Unanswered(Exception):
 
     Attributes:
         batch: the number of samples in the client's batch.
-        passed: the sum of the absolute values of all earlier requests in this repetition,
-            which the server compares with those that it has received.
+        passed: the sum of the absolute values of all earlier requests in this
+            repetition, which the server compares with those that it has received.
     """
 
     def __init__(self, request: Local, batch: int, passed: float = 0.0) -> None:
@@ -60,8 +60,8 @@ class ReplayExchange:
     def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
         """Return the next answer of the transcript, if it has one.
 
-        If its key is another one, or it does not fit ``local``, ``ExchangeFailed`` is
-        raised.
+        If its key is another one, or it does not fit ``local``, ``ExchangeFailed``
+        is raised.
         """
         if not self._remaining:
             raise Unanswered(Local(key, local.detach().cpu(), count), self.batch, self._passed)
@@ -112,8 +112,8 @@ def question(pending: Unanswered, client: int = 0) -> Reply:
 def read_request(reply: Message, header: Header) -> tuple[int, Local, float] | None:
     """Read the request of a client that needs an answer; None: this is its last reply.
 
-    Return its batch size, its request, and the sum of the absolute values of its earlier
-    requests. A reply that does not repeat ``header`` raises ``WireError``.
+    Return its batch size, its request, and the sum of the absolute values of its
+    earlier requests. A reply that does not repeat ``header`` raises ``WireError``.
     """
     payload, repeated = from_records(reply.content)
     if REQUEST not in payload:

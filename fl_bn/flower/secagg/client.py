@@ -1,8 +1,8 @@
 """Run the client's half of secure aggregation: Flower's SecAgg+ mod around training and measuring.
 
-The plain reply never leaves this file. It becomes a vector (``sums``), with noise if
-privacy is on, which Flower's mod quantises and masks. Only counts travel unmasked:
-samples, batches, and activations per sample.
+The plain reply never leaves this file. It becomes a vector (``sums``), with noise
+if privacy is on, which Flower's mod quantises and masks. Only counts travel
+unmasked: samples, batches, and activations per sample.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def refusals(content: RecordDict, state: Any, node: int) -> Iterator[str]:
 def setup_refusals(asked: Mapping[str, Any], state: Any, node: int) -> Iterator[str]:
     """Yield what is wrong with the protocol's parameters.
 
-    The sum could have too few clients or exceed the modulus, or a minority could unmask a
-    vector.
+    The sum could have too few clients or exceed the modulus, or a minority could
+    unmask a vector.
     """
     clients, shares, threshold, levels = (asked[name] for name in ("sample_num", "share_num", "threshold", "target_range"))
     if not LEAST <= shares <= clients:
@@ -133,8 +133,8 @@ def unmask_refusals(asked: Mapping[str, Any], state: Any, node: int) -> Iterator
     """Yield why the requested shares could remove more than the masks of this sum.
 
     This client gives a share of one of two secrets for every client whose shares it
-    holds. Both would unmask a client's vector. So would shares of one secret for too many
-    of its neighbours. Flower's own mod does not refuse such requests.
+    holds. Both would unmask a client's vector. So would shares of one secret for
+    too many of its neighbours. Flower's own mod does not refuse such requests.
     """
     active, lost, held = asked["active_nids"], asked["dead_nids"], sorted(state.rd_seed_share_dict)
     if sorted(active + lost) != held:
@@ -266,8 +266,8 @@ def _vector_reply(message: Message, vector: np.ndarray, activations: Mapping[str
 def _private(parts: Sections, config: Mapping[str, Any], contributors: int) -> Sections:
     """Clip the update and the statistics, each as one vector, and add this client's share of the noise.
 
-    The shares of ``contributors`` clients, the smallest number in a sum, add up to the
-    whole noise.
+    The shares of ``contributors`` clients, the smallest number in a sum, add up to
+    the whole noise.
     """
     noised: Sections = {section: {} for section in parts}
     for statistics, key in ((False, "dp-clip"), (True, "dp-statistics-clip")):

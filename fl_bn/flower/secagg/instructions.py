@@ -1,32 +1,34 @@
 """Hash the instructions of a client. Its masks depend on the hash, and its state keeps the earlier ones.
 
-A dishonest server could send weights of 2^53 to all clients but one. Their vectors would
-vanish from the sum by rounding, and the sum would reveal the one client's vector. With
-the hash in the keys, the masks of clients with different instructions do not cancel, and
-the sum consists of random numbers.
+A dishonest server could send weights of 2^53 to all clients but one. Their vectors
+would vanish from the sum by rounding, and the sum would reveal the one client's
+vector. With the hash in the keys, the masks of clients with different instructions
+do not cancel, and the sum consists of random numbers.
 
 The hash covers:
 
-* the set-up of SecAgg+: clients, shares, threshold, clipping range, levels, modulus,
-  weight, cohort,
-* the header: method, phase, round, signature of the model, format, dtype of the payload,
-* the config: the weights of the sum, the learning rate, the clips and the noise, and
-  undeclared fields,
+* the set-up of SecAgg+: clients, shares, threshold, clipping range, levels,
+  modulus, weight, cohort,
+* the header: method, phase, round, signature of the model, format, dtype of the
+  payload,
+* the config: the weights of the sum, the learning rate, the clips and the noise,
+  and undeclared fields,
 * the instructions in the rounds that formed the clients' states,
 * all arrays: names, dtypes, shapes, bytes,
 * the run config, which decides how a client trains.
 
-It leaves out values that differ between the clients of an honest server, and cannot make
-one vector stand out: ``counted`` (the last round in which the client's own reply changed
-the model), the keys and shares of its neighbours, and its node config. False keys or
-shares make masks that do not cancel either.
+It leaves out values that differ between the clients of an honest server, and cannot
+make one vector stand out: ``counted`` (the last round in which the client's own
+reply changed the model), the keys and shares of its neighbours, and its node
+config. False keys or shares make masks that do not cancel either.
 
-A client's state, such as its BatchNorm layers under FedBN, comes from earlier rounds. In
-these, a dishonest server could have sent the others an instruction that makes their later
-updates vanish. So each client stores a hash of its instruction in every round that formed
-its state, and sends these before a sum. The server combines the hashes of all clients,
-and sends the result to everyone with the model. The masks depend on it, too. A client
-refuses to take part if its own hashes are not in the result.
+A client's state, such as its BatchNorm layers under FedBN, comes from earlier
+rounds. In these, a dishonest server could have sent the others an instruction that
+makes their later updates vanish. So each client stores a hash of its instruction in
+every round that formed its state, and sends these before a sum. The server combines
+the hashes of all clients, and sends the result to everyone with the model. The
+masks depend on it, too. A client refuses to take part if its own hashes are not in
+the result.
 
 A client cannot check rounds in which it took no part; a site may limit their number
 (``max-unknown-rounds``).
@@ -69,8 +71,8 @@ def instruction_digest(message: Message, run_config: Mapping[str, Any], state: A
 def training_digest(message: Message, run_config: Mapping[str, Any]) -> bytes:
     """Hash the part of a training instruction that decides the client's state at the end of the round.
 
-    Fields of a single attempt at the sum, such as its weights, are left out: if a client
-    is lost, the sum is tried again with other values.
+    Fields of a single attempt at the sum, such as its weights, are left out: if a
+    client is lost, the sum is tried again with other values.
     """
     return _digest(_parts(message, run_config, OF_ONE_SUM))
 
@@ -114,9 +116,9 @@ def history_of(kept: ClientState) -> History:
 def with_history(digest: bytes, keeps: ClientState, before: ClientState, round: int) -> Sections:
     """Return what a client stores after a ``round`` with a secure sum: its own tensors, and the history.
 
-    If the new tensors are not finite, the client keeps the old ones. Its history has this
-    round all the same, since otherwise it would tell the server that they were not
-    finite.
+    If the new tensors are not finite, the client keeps the old ones. Its history
+    has this round all the same, since otherwise it would tell the server that they
+    were not finite.
     """
     if keeps.round == round and not keeps.sections:
         return {}
@@ -146,9 +148,10 @@ def from_config(record: Mapping[str, object] | None, form: Form, last: int) -> H
 def put_together(histories: Mapping[int, History]) -> tuple[History, dict[int, int]]:
     """Combine the histories of all clients.
 
-    Return each round's most frequent hash, and for each client the first round in which
-    it has another one. If two hashes of a round are equally frequent, the first part
-    lacks the round, and the second has all clients that reported a hash of it.
+    Return each round's most frequent hash, and for each client the first round in
+    which it has another one. If two hashes of a round are equally frequent, the
+    first part lacks the round, and the second has all clients that reported a hash
+    of it.
     """
     together: History = {}
     at_odds: dict[int, int] = {}
@@ -164,8 +167,8 @@ def put_together(histories: Mapping[int, History]) -> tuple[History, dict[int, i
 def problem(kept: ClientState, together: History, most_unknown: int | None = None) -> str:
     """Return why a client must not take part in a secure sum. Empty: it may.
 
-    Up to ``most_unknown`` rounds of the combined history may be without this client.
-    None: any number.
+    Up to ``most_unknown`` rounds of the combined history may be without this
+    client. None: any number.
     """
     own = history_of(kept)
     if kept.sections and kept.round not in own:

@@ -1,19 +1,19 @@
 """Run Flower's client mod of SecAgg+ with stronger masks.
 
 Flower (1.25 to 1.42) reduces the 32-byte seed of a mask to the 32 bits that seed a
-Mersenne Twister (``pseudo_rand_gen``). The seed of a pair of clients is base64 text, of
-which only 28 bits remain. The server, which removes the private masks, can find the
-pairwise masks by trying all seeds.
+Mersenne Twister (``pseudo_rand_gen``). The seed of a pair of clients is base64
+text, of which only 28 bits remain. The server, which removes the private masks, can
+find the pairwise masks by trying all seeds.
 
-Here a mask is the key stream of AES-256 in counter mode. Its key is the SHA-256 of the
-whole seed and of the client's instruction (``instructions``). Keys, shares and encryption
-are Flower's.
+Here a mask is the key stream of AES-256 in counter mode. Its key is the SHA-256 of
+the whole seed and of the client's instruction (``instructions``). Keys, shares and
+encryption are Flower's.
 
-Flower's module is loaded a second time under another name, so its own stays unchanged for
-everyone else.
+Flower's module is loaded a second time under another name, so its own stays
+unchanged for everyone else.
 
-References: Bell et al., Secure Single-Server Aggregation with (Poly)Logarithmic Overhead,
-    CCS 2020.
+References: Bell et al., Secure Single-Server Aggregation with (Poly)Logarithmic
+    Overhead, CCS 2020.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ def bound_to(digest: bytes) -> Iterator[None]:
 def key_stream(seed: bytes, num_range: int, dimensions_list: list[tuple[int, ...]]) -> list[np.ndarray]:
     """Return masks of the given shapes, int64, uniform in ``[0, num_range)``.
 
-    This replaces Flower's ``pseudo_rand_gen`` in a block of ``bound_to``. Seeds are fresh
-    in each run of the protocol, so the counter may start at a constant. ``num_range`` is
-    a power of 2, at most 2**32, else the masks would not be uniform.
+    This replaces Flower's ``pseudo_rand_gen`` in a block of ``bound_to``. Seeds are
+    fresh in each run of the protocol, so the counter may start at a constant.
+    ``num_range`` is a power of 2, at most 2**32, else the masks would not be
+    uniform.
     """
     key = hashlib.sha256(b"fl-bn/secagg/2" + _digest.get() + seed).digest()
     encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()

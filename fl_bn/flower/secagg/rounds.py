@@ -77,14 +77,14 @@ class SecureRounds:
     ) -> tuple[list[Reply], dict[int, str]]:
         """Measure the statistics of all clients together in a statistics-only exchange, and store them.
 
-        Clients report deviations from a reference, the shared statistics. If it is too
-        far from the data, the exchange is repeated with the measured statistics as
-        reference, up to ``REPEATS`` times; not under differential privacy, where each
-        exchange costs budget. Clients always normalise with the statistics in
+        Clients report deviations from a reference, the shared statistics. If it is
+        too far from the data, the exchange is repeated with the measured statistics
+        as reference, up to ``REPEATS`` times; not under differential privacy, where
+        each exchange costs budget. Clients always normalise with the statistics in
         ``messages``.
 
-        Return each client's reply with its counts alone, and why clients are not in the
-        sum.
+        Return each client's reply with its counts alone, and why clients are not in
+        the sum.
         """
         shared, before, messages = self.shared, self.shared.statistics(), list(messages)
         reference, limit = references(shared.sections().get("statistics", {})), self.settings.clipping_range
@@ -113,8 +113,9 @@ class SecureRounds:
     def train(self, grid: Grid, messages: Iterable[Message], cohort: Sequence[Client], timeout: float) -> tuple[bool, list[Reply]]:
         """Train for one round. Return whether the model changed, and each client's counts as a reply.
 
-        The server knows the mean loss alone, which is recorded for every client. Under
-        differential privacy it is NaN, because the budget does not include it.
+        The server knows the mean loss alone, which is recorded for every client.
+        Under differential privacy it is NaN, because the budget does not include
+        it.
         """
         shared, server, record, messages = self.shared, self.server, self.server.record, list(messages)
         phase, who, parts = Phase(record.phase), [client.index for client in cohort], list[Reply]()
@@ -254,9 +255,9 @@ def _clients(total: Sum, average: Sections, key: str, limit: float) -> int:
 def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], limit: float) -> dict[str, Moments]:
     """Return ``moments`` as the next reference, with larger variances where channels were cut off.
 
-    A mean that was cut off shows the direction of the data, but not their distance. So
-    the new standard deviation is at least ``limit ** 2`` times the old one; the next
-    measurement corrects it.
+    A mean that was cut off shows the direction of the data, but not their distance.
+    So the new standard deviation is at least ``limit ** 2`` times the old one; the
+    next measurement corrects it.
     """
     wide = {}
     for layer, m in moments.items():

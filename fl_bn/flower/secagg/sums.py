@@ -6,16 +6,16 @@ The vector (d,) holds these parts in the order of ``layout``:
 * the statistics as standardised deviations from a reference that all clients know
   (``secure.additive``),
 * the training loss,
-* two flags: whether statistics, and whether values of the update, were cut off to fit the
-  quantiser.
+* two flags: whether statistics, and whether values of the update, were cut off to
+  fit the quantiser.
 
 It travels without names: both sides derive the layout from model, method and phase.
 
-In a sum of evaluations, the vector holds the client's loss and the task's own metric,
-scaled to the declared ranges. An open end of a range is ``-LOSS_RANGE`` or
-``LOSS_RANGE``; values outside are cut off. The server learns the means, to which each
-client counts once. Other figures are not reported: with three clients, mean and standard
-deviation nearly reveal each client's number.
+In a sum of evaluations, the vector holds the client's loss and the task's own
+metric, scaled to the declared ranges. An open end of a range is ``-LOSS_RANGE`` or
+``LOSS_RANGE``; values outside are cut off. The server learns the means, to which
+each client counts once. Other figures are not reported: with three clients, mean
+and standard deviation nearly reveal each client's number.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Plan:
 
     Attributes:
         samples: the number of different samples. 0: the client takes no part.
-        passes: the number of samples behind its statistics. A sample that is used twice
-            counts twice.
+        passes: the number of samples behind its statistics. A sample that is used
+            twice counts twice.
         steps: the number of batches.
     """
 
@@ -61,8 +61,8 @@ class Plan:
 class Weighting:
     """Hold, for each part of the vector, the number of samples at which a client's weight is 1.
 
-    It is the largest number of a client in the cohort, by which each client's own is
-    divided. 0 means that all have weight 1, as updates and statistics do with
+    It is the largest number of a client in the cohort, by which each client's own
+    is divided. 0 means that all have weight 1, as updates and statistics do with
     differential privacy. Moments are weighted by ``Plan.passes``.
     """
 
@@ -111,10 +111,10 @@ def references(tensors: Named) -> dict[str, Running]:
 def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], limit: float) -> tuple[Sections, dict[str, int]]:
     """Convert a client's reply to values that can be summed, with ``limit`` as the quantiser's range.
 
-    Return, in float64 by section of ``layout`` and name, differences from the ``weights``
-    that were sent, gradients, and deviations of the statistics from ``reference``. And
-    each layer's number of channels whose statistics were cut off. A value that is not
-    finite raises ``WireError``.
+    Return, in float64 by section of ``layout`` and name, differences from the
+    ``weights`` that were sent, gradients, and deviations of the statistics from
+    ``reference``. And each layer's number of channels whose statistics were cut
+    off. A value that is not finite raises ``WireError``.
     """
     parts: Sections = {}
     cut: dict[str, int] = {}
@@ -152,8 +152,8 @@ def activations(reply: Sections, plan: Plan) -> dict[str, int]:
 def flags(loss: float, weight: float, statistics: bool, update: bool, limit: float) -> Sections:
     """Return the numbers that each client adds to a sum beside its tensors, scaled to the quantiser's range.
 
-    They are the loss times the ``weight``, and whether statistics or values of the update
-    were cut off.
+    They are the loss times the ``weight``, and whether statistics or values of the
+    update were cut off.
     """
     share = torch.tensor([min(loss / LOSS_RANGE, 1.0) * limit * weight])
     cut = {"statistics": torch.tensor([limit * statistics]), "update": torch.tensor([limit * update])}
@@ -215,9 +215,9 @@ def moments_of(
 ) -> tuple[dict[str, Moments], int]:
     """Compute the moments of all clients together from an average of deviations from ``reference``.
 
-    Their counts are ``counts`` where clients send moments, and ``samples`` where they
-    send running statistics. Return the moments by layer, and the number of channels whose
-    variance was negative (now 0).
+    Their counts are ``counts`` where clients send moments, and ``samples`` where
+    they send running statistics. Return the moments by layer, and the number of
+    channels whose variance was negative (now 0).
     """
     merged: dict[str, Moments] = {}
     negative = 0

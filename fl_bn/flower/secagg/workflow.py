@@ -2,14 +2,14 @@
 
 ``setup`` collects keys and the client's counts. ``share_keys`` gives shares of each
 client's secrets to its neighbours. ``collect_masked_vectors`` sends the model and
-collects the vectors. ``unmask`` removes the masks from the sum. If a client is lost in
-the first two stages, the others begin again without it. If it is lost later, the others'
-shares remove its masks. With shares from fewer than ``threshold`` clients, nothing is
-revealed.
+collects the vectors. ``unmask`` removes the masks from the sum. If a client is lost
+in the first two stages, the others begin again without it. If it is lost later, the
+others' shares remove its masks. With shares from fewer than ``threshold`` clients,
+nothing is revealed.
 
-The server learns the sum of the vectors, and each client's counts. The protocol protects
-against a curious server, but not against one that invents clients, nor a sum against a
-client that lies.
+The server learns the sum of the vectors, and each client's counts. The protocol
+protects against a curious server, but not against one that invents clients, nor a
+sum against a client that lies.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Masked:
     """Hold what a client sent of its vector.
 
     Attributes:
-        arrays: the client's weight in levels (1,), which shows whether masks cancelled,
-            and the vector (d,). Both are masked, int64.
+        arrays: the client's weight in levels (1,), which shows whether masks
+            cancelled, and the vector (d,). Both are masked, int64.
         activations: its number of activations per sample, by layer.
     """
 
@@ -102,8 +102,8 @@ class SecureSum:
         timeout: how many seconds to wait for the replies of a stage.
         shapes: the layout of a client's vector.
         phase: the phase of the round. None: clients evaluate.
-        once: whether statistics come from one batch or pass, so that ``passes`` is at
-            most ``samples``.
+        once: whether statistics come from one batch or pass, so that ``passes`` is
+            at most ``samples``.
     """
 
     def __init__(
@@ -223,9 +223,9 @@ class SecureSum:
     def _collect(self, nodes: Sequence[int], sealed: Mapping[int, Mapping[int, bytes]]) -> tuple[dict[int, Masked], str]:
         """Send the instructions, and return the masked vectors and the hash of the instruction.
 
-        Clients with another instruction than most are left out, since their masks would
-        not cancel. So are those whose inputs have another size: samples do not weigh
-        their statistics.
+        Clients with another instruction than most are left out, since their masks
+        would not cancel. So are those whose inputs have another size: samples do
+        not weigh their statistics.
         """
         sources = {node: [other for other in nodes if node in sealed[other]] for node in nodes}
         requests = {n: {"srcs": of, "ctxts": [sealed[other][n] for other in of]} for n, of in sources.items()}
@@ -256,8 +256,8 @@ class SecureSum:
     def _unmask(self, keys: Mapping[int, list[bytes]], masked: Mapping[int, Masked], threshold: int, digest: str) -> np.ndarray:
         """Ask for shares of secrets, remove the masks from the sum, and return the mean of the vectors.
 
-        Of a client in the sum, the secret is the seed of its private mask; of a lost one,
-        the key of the masks that it shares with its neighbours.
+        Of a client in the sum, the secret is the seed of its private mask; of a
+        lost one, the key of the masks that it shares with its neighbours.
         """
         active = masked.keys()
         around = {node: self.neighbours[node] for node in active}

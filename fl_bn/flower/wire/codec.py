@@ -37,8 +37,8 @@ OURS = "fl-bn/"
 def records_of(content: RecordDict, kind: type[R]) -> dict[str, R]:
     """Return all records of the type ``kind`` (such as ``ArrayRecord``), by name.
 
-    Flower's own properties create reference cycles, which delay the freeing of a reply's
-    arrays.
+    Flower's own properties create reference cycles, which delay the freeing of a
+    reply's arrays.
     """
     return {name: record for name, record in content.items() if isinstance(record, kind)}
 
@@ -241,12 +241,12 @@ class RunId:
     """Identify a run, and list how often it was resumed and from which rounds.
 
     Attributes:
-        run: the run's unique name FOLDER/state-XXXXXXXX, with eight random hexadecimal
-            digits.
-        resumes: a random token, and the round of the checkpoint, for each resume in order
-            of time.
-        durable: the earliest round to which a later resume can go back. A client needs
-            only the newest of its states up to this round.
+        run: the run's unique name FOLDER/state-XXXXXXXX, with eight random
+            hexadecimal digits.
+        resumes: a random token, and the round of the checkpoint, for each resume in
+            order of time.
+        durable: the earliest round to which a later resume can go back. A client
+            needs only the newest of its states up to this round.
     """
 
     run: str
@@ -272,8 +272,8 @@ class RunId:
     def resumed(self, round: int) -> RunId:
         """Return the id of this run when it is resumed after ``round``.
 
-        Every resume gets a random token, so clients ignore the states of another resume
-        from that checkpoint.
+        Every resume gets a random token, so clients ignore the states of another
+        resume from that checkpoint.
         """
         return replace(self, resumes=(*self.resumes, (secrets.token_hex(4), round)))
 

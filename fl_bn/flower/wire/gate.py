@@ -1,19 +1,20 @@
 """Check every message to a client's app before a handler answers it, and every reply before it is sent.
 
-The gate is a Flower mod (``Gate``) around all handlers of an app. It knows the kinds of
-messages, the site's policy, and how often this client has evaluated. For a new handler,
-declare here what its replies may hold.
+The gate is a Flower mod (``Gate``) around all handlers of an app. It knows the
+kinds of messages, the site's policy, and how often this client has evaluated. For a
+new handler, declare here what its replies may hold.
 
-``secure-aggregation`` in the node config or the run config means that this client sends
-no summary of its data unmasked. It introduces itself, reports its number of samples,
-saves its model, takes part in secure sums, and refuses everything else. Whether such a
-client fails, and with which error, may depend on its data, so it reports a failure
-without a reason. After ``MOST_FAILURES`` failures it takes part in no further secure sum
-of the run.
+``secure-aggregation`` in the node config or the run config means that this client
+sends no summary of its data unmasked. It introduces itself, reports its number of
+samples, saves its model, takes part in secure sums, and refuses everything else.
+Whether such a client fails, and with which error, may depend on its data, so it
+reports a failure without a reason. After ``MOST_FAILURES`` failures it takes part
+in no further secure sum of the run.
 
-A server that chooses the weights can make the accuracy answer any yes-or-no question
-about the samples. So ``max-evaluations`` limits the number of evaluations in a run.
-``min-samples`` is the smallest number of samples that a metric may summarise.
+A server that chooses the weights can make the accuracy answer any yes-or-no
+question about the samples. So ``max-evaluations`` limits the number of evaluations
+in a run. ``min-samples`` is the smallest number of samples that a metric may
+summarise.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Insecure(Refused):
 class Kind:
     """Describe a kind of message, and which config and metric ``records`` the reply may have.
 
-    Even a client that requires secure aggregation answers an ``open`` one, whose replies
-    hold no unmasked summary of its data.
+    Even a client that requires secure aggregation answers an ``open`` one, whose
+    replies hold no unmasked summary of its data.
     """
 
     records: frozenset[str] = frozenset()
@@ -87,10 +88,11 @@ class Limits:
 
     Attributes:
         secure: whether the site requires secure aggregation.
-        min_samples: the smallest number of samples behind a metric of an evaluation.
+        min_samples: the smallest number of samples behind a metric of an
+            evaluation.
         max_evaluations: the largest number of evaluations in a run.
-        unknown_rounds: for a secure sum, the largest number of rounds without this client
-            that formed the other clients' states.
+        unknown_rounds: for a secure sum, the largest number of rounds without this
+            client that formed the other clients' states.
     """
 
     secure: bool
@@ -121,8 +123,8 @@ class Gate:
         """Check ``message``, call ``handle`` to answer it, and return the reply if it passes the checks.
 
         Raises:
-            Refused: the client must not answer, the reply holds more than it may, or
-                ``handle`` failed for a reason that must be hidden.
+            Refused: the client must not answer, the reply holds more than it may,
+                or ``handle`` failed for a reason that must be hidden.
             WireError: a limit in the node config is no whole number of at least 0.
             Exception: whatever else ``handle`` raises.
         """
@@ -179,8 +181,9 @@ def _hide(error: Exception, message: Message, context: Context) -> None:
 def admit_own(message: Message, context: Context, evaluates: bool) -> None:
     """Check that a user's own handler may answer a message, before it does, or raise ``Refused``.
 
-    Its reply is not masked, so a client that requires secure aggregation refuses. An
-    evaluation is counted here, since without a ``Gate`` nothing checks the reply.
+    Its reply is not masked, so a client that requires secure aggregation refuses.
+    An evaluation is counted here, since without a ``Gate`` nothing checks the
+    reply.
     """
     why, limits = "", Limits.of(context)
     if limits.secure:
@@ -199,7 +202,8 @@ def evaluations_left(context: Context, limits: Limits) -> bool:
 def _spend(context: Context, limits: Limits) -> str:
     """Count one more of this client's evaluations of the run, or return why it may not answer.
 
-    It is counted before the result is sent. ``state-dir`` keeps the count over restarts.
+    It is counted before the result is sent. ``state-dir`` keeps the count over
+    restarts.
     """
     most, file = limits.max_evaluations, _file(context)
     if most is None:
@@ -221,8 +225,8 @@ def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int]
     """Withhold metrics that summarise fewer than ``least`` samples: they become NaN.
 
     Return the metrics, and the smallest number of samples behind one that is not
-    withheld; ``samples`` if all are. ``behind`` has the numbers of some metrics, by name;
-    all others summarise ``samples``.
+    withheld; ``samples`` if all are. ``behind`` has the numbers of some metrics, by
+    name; all others summarise ``samples``.
     """
     counts = {name: behind.get(name, samples) for name in metrics}
     kept = {name: value if counts[name] >= least else math.nan for name, value in metrics.items()}

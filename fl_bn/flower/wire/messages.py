@@ -1,11 +1,13 @@
 """Declare all fields of messages, in both directions.
 
-A received value is checked by its declaration before it is used. Arrays are declared in
-``schema``, by model, method and phase, requests of the layer-wise exchange in
-``exchange.grpc.service`` and ``exchange.session``, and every other value below.
+A received value is checked by its declaration before it is used. Arrays are
+declared in ``schema``, by model, method and phase, requests of the layer-wise
+exchange in ``exchange.grpc.service`` and ``exchange.session``, and every other
+value below.
 
-The records ``config``, ``arrays`` and ``metrics`` belong to the user, and may have any
-fields. The names of fl-bn's records begin with ``OURS``, a prefix that errors leave out.
+The records ``config``, ``arrays`` and ``metrics`` belong to the user, and may have
+any fields. The names of fl-bn's records begin with ``OURS``, a prefix that errors
+leave out.
 """
 
 from __future__ import annotations

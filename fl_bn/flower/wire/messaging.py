@@ -46,11 +46,11 @@ def receive(
 ) -> Iterator[Message]:
     """Yield the replies that come within ``timeout`` seconds, in no particular order.
 
-    An ``InProcessGrid`` has no timeout. A lost node that comes back within ``patience``
-    seconds gets its message again, else an error takes the place of its reply. The answer
-    is the same: it depends only on the message and on the client's earlier state. A node
-    whose process died gets it again at once, but only once: a lack of memory, say, would
-    end the next process, too.
+    An ``InProcessGrid`` has no timeout. A lost node that comes back within
+    ``patience`` seconds gets its message again, else an error takes the place of
+    its reply. The answer is the same: it depends only on the message and on the
+    client's earlier state. A node whose process died gets it again at once, but
+    only once: a lack of memory, say, would end the next process, too.
     """
     sent = list(messages)
     if not sent:
@@ -63,10 +63,10 @@ def receive(
 def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
     """Yield the replies to the ``waiting`` messages (by id) that have come so far.
 
-    Flower decodes a reply from bytes that the client made, and its parsers may raise any
-    exception. So each is fetched alone. One that cannot be decoded, or that names another
-    node or message, is replaced by an error of the node that got the message.
-    ``grpc.RpcError``: the SuperLink cannot be reached.
+    Flower decodes a reply from bytes that the client made, and its parsers may
+    raise any exception. So each is fetched alone. One that cannot be decoded, or
+    that names another node or message, is replaced by an error of the node that got
+    the message. ``grpc.RpcError``: the SuperLink cannot be reached.
     """
     if isinstance(grid, InProcessGrid) or simulates(grid):  # no reply comes as bytes from another machine
         for reply in grid.pull_messages(list(waiting)):
@@ -219,9 +219,11 @@ class Decoded:
     Attributes:
         failed: the error that came instead of content, in words.
         header: None if it cannot be read. Then the arrays are not decoded either.
-        payload: the readable arrays by section and name, in the memory of the message.
-        problem: why the header or an array cannot be decoded. Copy it before raising it:
-            an exception that was raised keeps the reply's arrays in memory.
+        payload: the readable arrays by section and name, in the memory of the
+            message.
+        problem: why the header or an array cannot be decoded. Copy it before
+            raising it: an exception that was raised keeps the reply's arrays in
+            memory.
         own: the user's metric records, by name.
     """
 
@@ -260,8 +262,8 @@ def decode(message: Message) -> Decoded:
 class Reading:
     """Read a round's replies, one by one.
 
-    A client is refused if its reply is an error, late, missing or invalid, or has no
-    samples (it took no part). Each client's first reply counts.
+    A client is refused if its reply is an error, late, missing or invalid, or has
+    no samples (it took no part). Each client's first reply counts.
 
     Attributes:
         parts: the valid replies, by client index. The caller may take them out.

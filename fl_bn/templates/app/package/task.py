@@ -34,7 +34,8 @@ class Net(nn.Module):
 def load_data(client: int, clients: int, batch_size: int, path: str = ""):
     """Load one client's training and test batches: a site's own arrays, or few of the ten digits and a test with all of them.
 
-    ``path`` is an npz file with x_train, y_train, x_test and y_test: data-path in the site's site.toml.
+    ``path`` is an npz file with x_train, y_train, x_test and y_test: data-path in
+    the site's site.toml.
     """
     if path:
         own = np.load(path)
