@@ -17,8 +17,7 @@ options class into a constructor with the same arguments:
 Traceback (most recent call last):
 ValueError: smoothing's strength must be in (0, 1], but got 2
 >>> [(key.name, key.default, key.shown, key.help) for key in keys_of({"smoothing": smoothing}).values()]
-[('smoothing-strength', 0.5, '(0, 1]', 'weight of the new value (alpha in the
-paper)')]
+[('smoothing-strength', 0.5, '(0, 1]', 'weight of the new value (alpha in the paper)')]
 
 The run config's keys are collected from registries, dicts from name to constructor
 such as ``METHODS``, and from the parts that every run has, such as local training

@@ -83,7 +83,7 @@ def start(folder: Path, **changes: Any) -> Path | None:
         ({"model": "digit-cnn"}, "'digits-cnn-small'"),
         ({"method": "fixbn", "model": f"{HERE}:bare"}, "fixbn"),
         ({"dataset": "digits-plane", "data_path": ""}, "'digits-plain'"),
-        ({"dataset": "digits-plain", "data_path": "", "partition": "domain", "partition_parameter": 1.0}, "partition=domain"),
+        ({"dataset": "digits-plain", "data_path": "", "partition": "domain", "partition_parameter": 1.0}, "partition 'domain'"),
         ({"dataset": "digits-plain", "data_path": "", "hold_out": "fog"}, "'fog'"),
         ({"output": "/etc/passwd/x"}, "output='/etc/passwd/x'"),
         ({"partition": "classes", "partition_parameter": 9.0}, "classes per client"),
