@@ -31,7 +31,7 @@ ADVICE = {
         "layers, not F.batch_norm with their tensors"
     ),
     "steps": "call round.step_done() after each step that no torch.optim.Optimizer makes along p.grad",
-    "moved": "train round.model itself, no copy, by an optimiser of round.model.parameters() with a rate above 0",
+    "moved": "train round.model (NumPyClient: self.net), no copy, by an optimiser of it made in the round (in fit), at a rate above 0",
     "batches": (
         "train round.model itself, no copy or trace, in training mode and under autograd, checkpoint with use_reentrant=False, make one "
         "step per batch, other passes inside fl_bn.unrecorded(round.model), and say round.measure(batches) or round.batch(n) if needed"

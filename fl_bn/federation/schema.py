@@ -26,7 +26,7 @@ from fl_bn.methods import MOMENTS, Method, Phase, Place, StatisticsReport
 from fl_bn.support.wire import WireError, excerpt
 
 DIVERGED = "the client's training diverged"
-COMPARE = "To compare, run on both sides: fl-bn layers MODEL --method METHOD --tensors"
+COMPARE = "To compare, print method and fl_bn.convert(Net(), method) on both sides, or run: fl-bn layers MODEL --method METHOD --tensors"
 KEPT = "kept"  # the section, and the query, of layers that clients keep
 START = "start"  # the section with the initial values of these layers, for a client that keeps none yet
 

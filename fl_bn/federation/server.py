@@ -149,8 +149,8 @@ class Server:
         policy, phase, cohort = self.policy, Phase(self.record.phase), len(replies.cohort)
         needed = max(float(policy.min_cohort), policy.min_replies * cohort)
         if len(parts) < needed:
-            usable = f"{len(parts)} of {cohort} replies could be used"
-            raise TooFew(f"only {usable}, but {math.ceil(needed)} are needed (min-replies, min-cohort): nothing changes")
+            usable = f"only {len(parts)} of {cohort} replies could be used"
+            raise TooFew(f"{usable}, but {math.ceil(needed)} are needed (min-replies, min-cohort, min_train_nodes): nothing changes")
         try:
             defence = self.defence.among(len(parts), len(replies.wrong)) if self.defended else None
         except TooFew as error:

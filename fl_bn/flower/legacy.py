@@ -22,7 +22,6 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from fl_bn.flower.compat import log
-from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.own_app import answers, evaluating, replayed, training
 from fl_bn.flower.own_metrics import EXAMPLES, is_number
 from fl_bn.flower.population import Client
@@ -90,28 +89,34 @@ def legacy_client_app(
 
     app.train(mods=[replayed])(partial(_fit, client_of, net, trainloader, method, task))
     app.evaluate()(partial(_evaluate, client_of, net, method))
-    answers(app, lambda c: getattr(client_of(c), net), method, lambda c: getattr(client_of(c), trainloader), task=task, tells=tells)
+    answers(app, lambda c: part(client_of(c), net), method, lambda c: part(client_of(c), trainloader), task=task, tells=tells)
     return app
+
+
+def part(client: Any, name: str) -> Any:
+    """Return the client's network or batches. ``ValueError``: it has no such attribute."""
+    if (found := getattr(client, name, None)) is None:
+        raise ValueError(f"the client has no attribute {name!r}: name it, legacy_client_app(..., net='model', trainloader='loader')")
+    return found
 
 
 def _fit(client_of: ClientOf, net: str, trainloader: str, method: Method, task: Task, message: Message, context: Context) -> Message:
     """Answer a train message."""
     client = client_of(context)
-    with training(message, context, getattr(client, net), method, getattr(client, trainloader), task=task) as round:
+    with training(message, context, part(client, net), method, part(client, trainloader), task=task) as round:
         setattr(client, net, round.model)
         arrays, samples, metrics = client.fit(_arrays(round.model), dict(message.content.config_records.get("config", {})))
         # the arrays count, since the user's code may have clipped them or added noise
         round.model.load_state_dict({k: torch.as_tensor(a) for k, a in zip(round.model.state_dict(), arrays, strict=True)})
     numbers = _numbers(metrics)
-    loss = next((float(numbers[name]) for name in ("loss", "train_loss") if name in numbers), None)
-    reply = round.message(samples, loss, numbers)
+    reply = round.message(samples, numbers.get("loss", numbers.get("train_loss")), numbers)
     reply.content[SCALARS] = ConfigRecord(_plain(metrics))
     return reply
 
 
 def _evaluate(client_of: ClientOf, net: str, method: Method, message: Message, context: Context) -> Message:
     client = client_of(context)
-    model = evaluating(message, context, getattr(client, net), method)
+    model = evaluating(message, context, part(client, net), method)
     setattr(client, net, model)
     loss, samples, metrics = client.evaluate(_arrays(model), dict(message.content.config_records.get("config", {})))
     own = MetricRecord({**_numbers(metrics), "loss": float(loss), EXAMPLES: samples})
@@ -160,7 +165,7 @@ def legacy_server_app(
     app = ServerApp()
 
     @app.main()
-    def main(grid: Grid, context: Context) -> None:
+    def main(grid: Any, context: Context) -> None:
         components = server_fn(context)
         config = components.config or ServerConfig()
         manager = components.client_manager or SimpleClientManager()
@@ -181,8 +186,7 @@ def legacy_server_app(
         put_between(server, Server, fit=fit)
         history, seconds = server.fit(num_rounds=config.num_rounds, timeout=config.round_timeout)
         log(logging.INFO, "[SUMMARY] %s rounds in %.2f s\n%s", config.num_rounds, seconds, history)  # as Flower's own server does
-        if isinstance(grid, InProcessGrid):
-            grid.result = history
+        grid.result = history  # what run_in_process returns
 
     return app
 
@@ -211,8 +215,7 @@ class LegacyRounds(OwnAppStrategy):
         self.older, self._model = older, model
         self.history: Any = History()  # with ``parameters`` at the end
         self._found: tuple[Any, Any] = None, {}  # what the older strategy's next aggregating hook returns
-        found = lambda *_: self._found  # noqa: E731
-        put_between(older, FedAvg, aggregate_fit=found, aggregate_evaluate=found)
+        put_between(older, FedAvg, **dict.fromkeys(("aggregate_fit", "aggregate_evaluate"), lambda *_: self._found))
 
     def initial(self, manager: Any) -> ArrayRecord | None:
         """Return the strategy's ``initial_parameters`` by name, if it has any."""
