@@ -103,6 +103,8 @@ def test_clients_of_a_domain_divide_it_with_label_skew() -> None:
         return float(np.mean([np.bincount(labels[part]).max() / len(part) for part in parts]))
 
     assert largest("domain-dirichlet", 0.05) > 0.3 > 0.2 > largest("domain", 0)  # control: without skew, classes in like numbers
+    alike = partition("domain-dirichlet", np.arange(3000) // 3 % 10, domains, 9, 0.5, 0)  # the domains have the same labels
+    assert not np.array_equal(alike[0] // 3, alike[1] // 3), "domains are divided independently"
 
 
 TABLES = {

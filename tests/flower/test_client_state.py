@@ -204,6 +204,17 @@ class Timelines(RuleBasedStateMachine):
         self.temporary.cleanup()
 
 
+def test_a_resumed_server_knows_whose_replies_changed_the_model() -> None:
+    """In round 2, clients kept tensors, but the server could not use the round."""
+    before, after, made = KeptTensors(SHARED), KeptTensors(SHARED), list[Checkpoint]()
+    before.rounds, before.counted = {0: 2, 1: 1}, {0: 1}
+    Recovery("run", before, 1, lambda checkpoint: made.append(checkpoint) or 0).after_round(  # type: ignore[func-returns-value]
+        2, ROUNDS, SHARED.tensors(), SHARED, optimizer(), 1
+    )
+    Recovery("run", after, 1).go_back(made[0], ROUNDS, SHARED, optimizer())
+    assert (after.rounds, after.counted) == (before.rounds, before.counted)
+
+
 @pytest.fixture
 def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of files: nothing here cuts the power, and nothing draws."""

@@ -56,6 +56,7 @@ IMPOSSIBLE: dict[str, tuple[str, Spoil, str]] = {
     "samples of a batch": ("fbn", sets("train", "metrics", batch=HUGE), "metrics/batch"),
     "samples of a pass": ("hbn", sets("train", "metrics", measured=HUGE), "metrics/measured"),
     "weights": ("fedavg", alters("weights", everything(1e6)), "weights"),
+    "negative weights": ("fedavg", alters("weights", everything(-1e6)), "weights"),
     "a variance of a batch": ("fbn", alters("moments", ending("var", -1e-3)), "moments/"),
     "a running variance": ("fixbn", alters("statistics", ending("running_var", -1e-3)), "statistics/"),
 }
