@@ -128,7 +128,7 @@ def test_no_command_of_a_research_user_loads_another_house() -> None:
     """Import every module of fl_bn that a command of fl_bn/cli imports, inside its functions, too."""
     named = {name for file in (ROOT / "fl_bn/cli").glob("*.py") for name in imports(file.read_text())}
     names = sorted(name for name in named if name.partition(".")[0] == "fl_bn" and name != "fl_bn.convert")
-    assert {"fl_bn.run.config", "fl_bn.flower", "fl_bn.sweep.file", "fl_bn.checks.run", "fl_bn.run.pictures"} <= set(names)
+    assert {"fl_bn.run.config", "fl_bn.flower", "fl_bn.sweep.file", "fl_bn.checks.run"} <= set(names)
     lines = [f"import_module({name!r})" for name in names]
     assert loaded("import fl_bn\nfrom importlib import import_module\n" + "\n".join(lines) + "\n" + used("layers", "mlp")) == []
 
