@@ -65,10 +65,11 @@ def first_step(
                 w.grad /= p_i
 
 
-def rounds(row: Row, together: Sequence[int] = (0,), fresh: bool = False, **of_step: bool) -> nn.Module:
+def rounds(row: Row, together: Sequence[int] = (0,), fresh: bool = False, all_samples: bool = False, **of_step: bool) -> nn.Module:
     """Make a row's rounds (Algorithm 1): the steps in ``together`` by all clients, the others by each client, with one optimizer.
 
-    ``fresh``: momentum begins anew after the first step. ``of_step``: see ``first_step``.
+    ``fresh``: momentum begins anew after the first step. ``all_samples``: weights are the numbers of all samples, not of the first batch.
+    ``of_step``: see ``first_step``.
     """
     server = row.net()
     for _ in range(row.rounds):
@@ -88,7 +89,7 @@ def rounds(row: Row, together: Sequence[int] = (0,), fresh: bool = False, **of_s
                 optimizer.zero_grad()
                 if fresh and step == 0:
                     optimizer.state.clear()
-        averaged(server, [model.state_dict() for model in models], row.sizes)
+        averaged(server, [model.state_dict() for model in models], row.sizes if all_samples else [len(own[0][1]) for own in row.steps])
     return server
 
 
@@ -149,7 +150,8 @@ ONE_BATCH = make_clients(3, 7, 5)
 SGD = {"momentum": 0.9, "weight_decay": 0.01}
 FORWARD: dict[str, Any] = {"no shared gradients": {"method": "fedavg-alg2"}}
 LATER = {"never together": of(together=()), "in every step": of(together=(0, 1, 2)), "in the second step": of(together=(1,))}
-STEPS: dict[str, Any] = {"method": "fedtan", "network": strided, "clients": make_clients(9, 21, 15, pieces=3), "sgd": SGD}
+LATER["weights by all samples"] = of(all_samples=True)
+STEPS: dict[str, Any] = {"method": "fedtan", "network": strided, "clients": make_clients(8, 21, 13, pieces=3), "sgd": SGD}
 SIZED = [make_clients(n, shape=(3, *edge), seed=n)[0] for n, edge in ((3, (8, 8)), (7, (12, 8)), (5, (6, 6)))]
 ROWS = [
     *(
