@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 CLIPS = ("none", "norm", "round", "value", "adaptive")
 PATH = 20.0
-"""Limit of ``round`` for networks that normalise with constants in training: by experiments."""
+"""Limit of the clip ``round`` for networks that train with constant statistics: by experiments."""
 STEP = 1.0
-"""The same limit in a round of one local step, see docs/methods/fbn.md."""
+"""Limit of the clip ``round`` in rounds of one local step: docs/methods/fbn.md."""
 SMALLEST = 1e-3  # the smallest norm that weights count with; otherwise weights that start at zero could never change
 CENTRED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers whose ``weight`` has the output as first axis, and the inputs as others."""

@@ -223,7 +223,7 @@ class SampleLoop:
 
 
 TRAINER: ContextVar[Callable[[SampleLoop, LocalRound], Outcome]] = ContextVar("trainer", default=SampleLoop.__call__)
-"""How a Flower app's client trains: alone or, in ``engines.vectorised``, with others."""
+"""The function that trains a client: by itself, or with others in ``engines.vectorised``."""
 
 
 def alone(

@@ -393,7 +393,7 @@ class Method:
 FROZEN_RATE = 0.1
 """FixBN's share of the learning rate after the freeze: a tenth (section 5, Table G)."""
 BOUNDED_FROZEN_RATE = 0.15
-"""The same for every method, in bounded training with centred gradients.
+"""Share of the learning rate after a freeze, where training is bounded and centred.
 
 It is the largest tried at which accuracy never fell over 2 points below that at the
 freeze: docs/methods/fixbn.md.
