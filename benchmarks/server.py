@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,12 +48,17 @@ def network(name: str) -> Any:
     return getattr(models, name)(num_classes=10)
 
 
-def wire(name: str) -> Any:
-    """Import the module ``name`` of fl-bn's wire format; in older versions it is one folder up, in ``fl_bn.flower``."""
-    try:
-        return importlib.import_module(f"fl_bn.flower.wire.{name}")
-    except ModuleNotFoundError:
-        return importlib.import_module(f"fl_bn.flower.{name}")
+PLACES = ("federation.values", "federation.payload", *(f"flower.wire.{name}" for name in ("codec", "fields", "messaging", "replies")))
+
+
+def found(name: str) -> Any:
+    """Return a function or value of fl-bn from the module that has it, which is another in older versions."""
+    for place in PLACES:
+        with suppress(ModuleNotFoundError):
+            module = importlib.import_module(f"fl_bn.{place}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise LookupError(f"no module of fl-bn has {name!r}")
 
 
 class Replies:
@@ -69,7 +75,7 @@ class Replies:
         from flwr.app import Array
 
         self.n, self.header, self.seconds = n, header, 0.0
-        self.prefix = "" if whole else getattr(wire("fields"), "OURS", "")
+        self.prefix = "" if whole else found("OURS")
         sections = {"arrays": {k: a for part in sections.values() for k, a in part.items()}} if whole else sections
         self.sections = {section: {k: Array(a) for k, a in arrays.items()} for section, arrays in sections.items()}
 
@@ -113,7 +119,6 @@ def cell(which: str, n: int, name: str, how: str) -> dict[str, float]:
     from flwr.app import ConfigRecord
     from flwr.serverapp.strategy import FedAvg
 
-    from fl_bn.federation.values import to_numpy
     from fl_bn.flower import BatchNormStrategy, Rounds
     from fl_bn.flower.population import Client
     from fl_bn.methods import METHODS, Phase
@@ -124,8 +129,8 @@ def cell(which: str, n: int, name: str, how: str) -> dict[str, float]:
     server: Any = getattr(strategy, "transport", strategy)  # the strategy itself, in a checkout of before
     combine = getattr(server, "combine", None) or strategy.aggregate_train
     server.cohort = [Client(i, i + 1, 100 + i) for i in range(n)]
-    sections = {k: to_numpy(part) for k, part in server.shared.sections().items()}
-    header = ConfigRecord(vars(wire("codec").header_for(server.shared, 1, Phase.TRAIN)))
+    sections = {k: found("to_numpy")(part) for k, part in server.shared.sections().items()}
+    header = ConfigRecord(vars(found("header_for")(server.shared, 1, Phase.TRAIN)))
     replies = Replies(n, sections, header, which == FLOWER)
     own = sum(a.nbytes for part in sections.values() for a in part.values())
     given = list(replies) if how == LIST else replies
@@ -178,15 +183,12 @@ class Stages(dict[str, float]):
     """
 
     def __init__(self) -> None:
-        replies: Any = wire("replies")
         strategy: Any = importlib.import_module("fl_bn.flower.strategy")
-        if not hasattr(strategy, "arrays_of"):  # a checkout whose transport combines the replies
+        if not hasattr(strategy, "arrays_of"):  # the transport combines the replies
             strategy = importlib.import_module("fl_bn.flower.grid_transport")
         super().__init__()
-        if hasattr(replies, "Reading"):
-            replies.Reading.read = self.timed("read", replies.Reading.read)
-        else:
-            strategy.read_replies = self.timed("read", strategy.read_replies)
+        reading = found("Reading")
+        reading.read = self.timed("read", reading.read)
         strategy.arrays_of = self.timed("encode", strategy.arrays_of)
 
     def timed(self, stage: str, function: Any) -> Any:
