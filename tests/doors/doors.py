@@ -1,4 +1,4 @@
-"""Train the same federation through each door, the user interfaces of fl-bn, with fl-bn's training loop or a user's own.
+"""Train the same federation through each door, the user interfaces of fl-bn, with a user's training loop or fl-bn's own.
 
 Network, data, batches and optimiser are the same. Each door returns the shared tensors after every round, to be compared.
 """
@@ -23,9 +23,7 @@ from fl_bn.bn.modules import copied
 from fl_bn.exchange import Layer, LocalExchange, Session, Turns, admit, dismiss
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, replayed, training
 from fl_bn.methods import Method, Phase, StatisticsReport
-from fl_bn.objectives import PLAIN, Objective
-from tests.doors.inner import AS_METHOD, LocalTraining, Samples, batch_norms
-from tests.in_process import run
+from tests.doors.inner import Samples, batch_norms
 from tests.noted import noted
 
 Tensors = dict[str, Tensor]
@@ -43,22 +41,13 @@ def constant(round: int, rounds: int) -> float:
     return RATE
 
 
-def momentum_for(objective: Objective) -> float:
-    """Return the momentum of the local SGD: 0 for SCAFFOLD, whose control variates need plain SGD, else 0.9."""
-    return 0.0 if objective.travels else 0.9
-
-
 def train(round: Any, batches: Any) -> float:
-    """Train in a plain PyTorch loop, with the term of the local objective if there is one."""
-    objective = round.settings.objective
-    optimizer, losses = SGD(round.model.parameters(), round.instruction.learning_rate, momentum_for(objective)), []
+    """Train in a plain PyTorch loop."""
+    optimizer, losses = SGD(round.model.parameters(), round.instruction.learning_rate, momentum=0.9), []
     for x, y in batches:
         optimizer.zero_grad()
-        if objective is PLAIN:
-            loss = F.cross_entropy(round.model(x), y)
-            loss.backward()
-        else:
-            loss = round.backward(lambda x=x, y=y: F.cross_entropy(round.model(x), y), x)
+        loss = F.cross_entropy(round.model(x), y)
+        loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return float(np.mean(losses))
@@ -79,23 +68,10 @@ def session_of(state: Any, clients: int) -> Session:
     return Session(range(clients), layers)
 
 
-def federation(
-    model: nn.Module,
-    method: Method,
-    clients: Sequence[Any],
-    rounds: int,
-    *,
-    passes: bool = False,
-    objective: Objective = PLAIN,
-    **options: Any,
-) -> Rounds:
-    """Train through door 1, ``Federation``.
-
-    ``passes``: scale the network to unit variance, and measure the statistics before round 1.
-    """
-    optimizer = partial(SGD, lr=RATE, momentum=momentum_for(objective))
-    before = {"calibrate": AS_METHOD if passes else 0, "unit_scale": passes, "clip": "none"}  # the other doors do not clip
-    fed = Federation(model, method, clients, **{"optimizer": optimizer, "objective": objective, **before, **options})
+def federation(model: nn.Module, method: Method, clients: Sequence[Any], rounds: int, **options: Any) -> Rounds:
+    """Train through door 1, ``Federation``, without clipping, as the other doors do."""
+    plain = {"optimizer": partial(SGD, lr=RATE, momentum=0.9), "calibrate": 0, "unit_scale": False, "clip": "none"}
+    fed = Federation(model, method, clients, **{**plain, **options})
     names = fed.server.shared.tensors()
     return [copy.deepcopy({name: fed.model.state_dict()[name] for name in names}) for _ in fed.run(rounds)]
 
@@ -112,22 +88,14 @@ def own_loop(
     between: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> Rounds:
-    """Train through door 2, ``local_round`` and ``server_round``.
+    """Train through door 2, ``local_round`` and ``server_round``; ``options`` are those of ``server_state``.
 
-    Args:
-        model: The server's network.
-        method: The method.
-        clients: Each client's batches.
-        rounds: The number of rounds.
-        loop: Trains one client.
-        fresh: Builds the network of a client; None: clients use ``model``.
-        seen: Called after a client has trained.
-        between: Gets the server's state after each round, and returns the state for the next one.
-        options: Passed to ``server_state``.
+    ``fresh`` builds the network of a client; None: clients use ``model``. ``between`` gets the server's state after each round, and returns
+    the state for the next one.
     """
     state, found = server_state(model, method, rounds, clients=len(clients), **{"rate": constant, **options}), Rounds()
-    objective, kept = options.get("objective", PLAIN), dict[int, Any]()
-    for number in range(1, rounds + 1):
+    kept = dict[int, Any]()
+    for _ in range(rounds):
         asked = state.instruction()
         session = session_of(state, len(clients)) if asked.phase is Phase.EXCHANGE else None
         tokens = {} if session is None else admit(session)
@@ -135,7 +103,7 @@ def own_loop(
         def client(i: int, asked: Any = asked, tokens: dict[int, str] = tokens) -> Any:
             mine = convert(fresh() if fresh else model, method)
             connect = partial(LocalExchange, tokens[i]) if tokens else None
-            with local_round(mine, method, asked, *([kept[i]] if i in kept else []), objective=objective, connect=connect) as round:
+            with local_round(mine, method, asked, *([kept[i]] if i in kept else []), connect=connect) as round:
                 if method.reports(asked.phase) is StatisticsReport.PASS:
                     round.measure(clients[i])
                 loss = loop(round, drawn(clients[i], i, asked.round))
@@ -151,7 +119,6 @@ def own_loop(
             dismiss(tokens)
         state, record = server_round(state, replies, session)
         assert record.aggregated, [client.refused for client in record.clients]
-        assert record.round == number
         found.append(copy.deepcopy(state.shared.tensors()))
         state = between(state) if between else state
     return found
@@ -165,7 +132,6 @@ def own_app(
     loop: Loop = train,
     fresh: Callable[[], nn.Module] | None = None,
     seen: Seen | None = None,
-    objective: Objective = PLAIN,
     mods: Sequence[Any] = (replayed,),
     give: bool = True,
 ) -> ClientApp:
@@ -176,7 +142,7 @@ def own_app(
     @app.train(mods=list(mods))
     def train(message: Message, context: Context) -> Message:
         i = int(context.node_config["partition-id"])
-        with training(message, context, make(), method, clients[i] if give else None, objective=objective) as round:
+        with training(message, context, make(), method, clients[i] if give else None) as round:
             loss = loop(round.local, drawn(clients[i], i, round.number))
         if seen:
             seen(i, round.number, round.model)
@@ -185,57 +151,24 @@ def own_app(
     return app
 
 
-def flower(
-    model: nn.Module,
-    method: Method,
-    clients: Sequence[Any],
-    rounds: int,
-    *,
-    passes: bool = False,
-    objective: Objective = PLAIN,
-    **options: Any,
-) -> Rounds:
-    """Train through door 3: a user's Flower app on the in-process grid.
-
-    ``options`` are those of ``own_app``, and of the strategy.
-    """
-    of_app = {name: options.pop(name) for name in ("loop", "fresh", "seen") if name in options}
-    before: dict[str, Any] = {"calibrate": AS_METHOD if passes else 0, "unit_scale": passes, "fraction_evaluate": 0}
-    strategy = OwnAppStrategy(model, method, **{"rate": constant, "objective": objective, **before, **options})
-    found, app = noted(strategy), own_app(model, method, clients, objective=objective, **of_app)
+def flower(model: nn.Module, method: Method, clients: Sequence[Any], rounds: int, **options: Any) -> Rounds:
+    """Train through door 3, a user's Flower app on the in-process grid; ``options`` are those of ``own_app``."""
+    strategy = OwnAppStrategy(model, method, rate=constant, calibrate=0, unit_scale=False, fraction_evaluate=0)
+    found, app = noted(strategy), own_app(model, method, clients, **options)
     strategy.start(InProcessGrid(app, len(clients), {}), num_rounds=rounds)
     return [{name: torch.from_numpy(array) for name, array in found[n].items()} for n in range(1, rounds + 1)]
-
-
-def application(
-    model: nn.Module,
-    method: Method,
-    clients: Sequence[Any],
-    rounds: int,
-    *,
-    passes: bool = False,
-    objective: Objective = PLAIN,
-    **options: Any,
-) -> Rounds:
-    """Train with ``BatchNormClient`` and ``BatchNormStrategy``, as ``flwr run .`` does."""
-    settings = LocalTraining(batch_size=clients[0].batch_size, epochs=1, momentum=momentum_for(objective), objective=objective)
-    policy = {"auxiliary": settings.auxiliary} | ({"calibrate": AS_METHOD, "unit_scale": True} if passes else {})
-    own = [batches.samples for batches in clients]
-    ran = run(method, own, rounds, settings=settings, model=model, policy=policy, **options)
-    return [{name: torch.from_numpy(array.copy()) for name, array in ran.trajectory[n].items()} for n in range(1, rounds + 1)]
 
 
 LOOPS: dict[str, Door] = {"own loop": own_loop, "flower": flower}
 """The doors that take a loop of the user's own."""
 DOORS: dict[str, Door] = {"federation": federation, **LOOPS}
-ALL: dict[str, Door] = {"application": application, **DOORS}
 
 
 def through(
     door: str, model: nn.Module, method: Method, clients: Sequence[Samples], rounds: int = 2, size: int = 4, **options: Any
 ) -> Rounds:
     """Train through ``door``, one local epoch in batches of ``size`` per round; return the shared tensors after each round."""
-    return ALL[door](model, method, [SeededBatches(client.x, client.y, size) for client in clients], rounds, **options)
+    return DOORS[door](model, method, [SeededBatches(client.x, client.y, size) for client in clients], rounds, **options)
 
 
 def wide(clients: Sequence[Samples]) -> list[Samples]:

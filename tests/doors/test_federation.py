@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_bn import Callback, Federation, SeededBatches, methods
 from fl_bn.methods import Refresh
 from tests.doors.doors import apart
-from tests.doors.inner import Diverged, server_optimizer
+from tests.doors.inner import server_optimizer
 from tests.listed import listed
 
 
@@ -80,9 +79,7 @@ def evaluated_seldom(name: str, by: str) -> tuple[Federation, Ends]:
     return Federation(net(), methods.METHODS[name](), SEEDED, test=TEST, evaluate_every=2, callbacks=[ends]), ends
 
 
-@pytest.mark.parametrize(
-    ("name", "by"), [("hbn", "stop"), ("hbn", "error"), ("hbn", "break"), ("hbn", "a look"), ("static-bn", "stop"), ("fbn", "stop")]
-)
+@listed(("name", "by"), [("hbn", "stop"), ("hbn", "error"), ("hbn", "break"), ("hbn", "a look"), ("static-bn", "stop"), ("fbn", "stop")])
 def test_the_model_is_one_that_was_evaluated_where_statistics_are_measured(name: str, by: str) -> None:
     """Else static BN's would have mean 0 and variance 1, and HBN's the statistics of another exchange."""
     fed, notes = evaluated_seldom(name, by)
@@ -97,34 +94,10 @@ def test_the_model_is_one_that_was_evaluated_where_statistics_are_measured(name:
     same = [key for key, tensor in notes.evaluated[4].items() if "tracked" not in key and torch.equal(found[key], tensor)]
     assert (len(same) > 4) == measures  # control: the others' weights are those of round 5
     assert found["1.running_mean"].any()
-    assert (fed.evaluate()["loss"] == pytest.approx(fed.history[3].evaluation["loss"], abs=1e-6)) == measures
 
 
-@pytest.mark.parametrize("name", ["hbn", "fbn"])
-def test_a_resumed_run_has_the_model_of_the_last_evaluation(name: str, tmp_path: Path) -> None:
-    (whole, _), (saved, _), (resumed, _) = (evaluated_seldom(name, by) for by in ("stop", "", "stop"))
-    list(whole.run(8))
-    for record in saved.run(8):
-        if record.round == 4:
-            saved.checkpoint(tmp_path / "state")
-            break
-    resumed.resume(tmp_path / "state")
-    list(resumed.run(8))
-    assert apart([dict(resumed.model.state_dict())], [dict(whole.model.state_dict())]) == 0
-
-
-def test_a_federation_that_diverges_says_why() -> None:
-    fed = Federation(net(), methods.fixbn(), SEEDED, optimizer=partial(SGD, lr=1e30), clip="none")
-    with pytest.raises(Diverged):
-        list(fed.run(10))
-    assert [record.aggregated for record in fed.history[-3:]] == [False] * 3
-    assert len(fed.history) < 10
-
-
-def of_two_runs(optimizer: Any, width: int = 16) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
-    fed, ends = Federation(model, methods.fbn(), SEEDED, server_optimizer=optimizer), []
+def of_two_runs(optimizer: Any) -> list[Tensor]:
+    fed, ends = Federation(net(), methods.fbn(), SEEDED, server_optimizer=optimizer), []
     for _ in range(2):
         list(fed.run(2))
         ends.append(fed.model.state_dict()["0.weight"])
@@ -134,15 +107,12 @@ def of_two_runs(optimizer: Any, width: int = 16) -> list[Tensor]:
 @listed("name", ["fedavgm", "fedadam", "fedacg"])
 def test_a_server_optimizer_for_two_federations_has_a_memory_for_each(name: str) -> None:
     one = server_optimizer(name)
-    first, again, fresh = of_two_runs(one), of_two_runs(one), of_two_runs(server_optimizer(name))
-    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, again, fresh, strict=True))
-    assert of_two_runs(one, width=5)[0].shape == (5, 6)  # torch cannot add the buffers of another network
-    forgetting = of_two_runs(server_optimizer("fedavg"))
-    assert not torch.equal(first[1], forgetting[1])  # control: within a federation it has a memory
+    first, again = of_two_runs(one), of_two_runs(one)
+    assert all(map(torch.equal, first, again))
+    assert not torch.equal(first[1], of_two_runs(server_optimizer("fedavg"))[1])  # control: within a federation it has a memory
 
 
 def test_the_network_given_is_not_changed() -> None:
     model = net()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     list(Federation(model, methods.fbn(), SEEDED).run(1))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert apart([model.state_dict()], [net().state_dict()]) == 0

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SubsetRandomSampler, TensorDataset
 
-from fl_bn import Federation, SeededBatches, methods, per_client, set_buffer_roles
+from fl_bn import Federation, SeededBatches, methods, per_client
 from fl_bn.methods import METHODS
-from fl_bn.task import ClassificationAUC
 from tests.conformance.cases import every_method
-from tests.doors.inner import NO_DEFENCE, Defence
+from tests.doors.inner import Defence
 from tests.doors.test_federation import TEST, made, net
 from tests.listed import listed
+from tests.networks import Wired
 
 ALL = TensorDataset(*made(0, 1000))
 
@@ -43,40 +43,35 @@ def test_a_client_counts_by_what_its_sampler_drew() -> None:
         assert torch.allclose(tensor, (20 * one[name] + 980 * other[name]) / 1000, atol=1e-6), name
     alike = {name for name, tensor in both.items() if torch.allclose(tensor, (one[name] + other[name]) / 2, atol=1e-4)}
     assert alike == {"0.bias"}  # control: BatchNorm cancels it
-
-
-@listed(("drop", "samples"), [(True, 32), (False, 42)])
-def test_samples_that_a_loader_drops_do_not_count(drop: bool, samples: int) -> None:
-    (record,) = Federation(net(), methods.fedavg(), [drawing(0, 42, batch_size=16, drop_last=drop)]).run(1)
-    assert [client.samples for client in record.clients] == [samples]
-
-
-def round_of(*loaders: object, method: str = "fbn", defence: Defence = NO_DEFENCE) -> tuple[Any, dict[str, Tensor]]:
-    fed = Federation(net(), methods.METHODS[method](), loaders, defence=defence)  # type: ignore[arg-type]
-    (record,) = fed.run(1)
-    return record, fed.model.state_dict()
+    (record,) = Federation(net(), methods.fedavg(), [drawing(0, 42, batch_size=16, drop_last=True)]).run(1)
+    assert [client.samples for client in record.clients] == [32]  # nor do samples count that a loader drops
 
 
 @every_method
 def test_a_client_that_drew_no_batch_is_left_out_and_a_round_of_such_clients_fails(method_name: str) -> None:
     if method_name in ("in", "fedwon"):  # which take no network of linear layers
         return
-    for empty in ([], [1], [0, 1, 2]):
-        record, _ = round_of(*([] if client in empty else [made(client)] for client in range(3)), method=method_name)
+    for empty in ([1], [0, 1, 2]):
+        loaders = [[] if client in empty else [made(client)] for client in range(3)]
+        (record,) = Federation(net(), METHODS[method_name](), loaders).run(1)
         assert record.aggregated == (len(empty) < 3)
         assert [c.client for c in record.clients if "metrics/samples" in c.refused] == empty
 
 
 def test_a_client_that_drew_no_batch_has_no_vote_and_leaves_the_liars_as_many() -> None:
     """The median of four and of five differ; were it counted among the liars, the mean of all would do."""
-    defence, full = Defence(1, "median", "median"), [[made(client)] for client in range(4)]
-    record, with_empty = round_of(*full, [], defence=defence)
-    assert record.aggregated
-    without = round_of(*full, defence=defence)[1]
-    assert all(torch.equal(tensor, without[name]) for name, tensor in with_empty.items())
-    assert not torch.equal(with_empty["0.weight"], round_of(*full, [made(4)], defence=defence)[1]["0.weight"])  # control
-    few, _ = round_of(*full[:2], [], defence=defence)
-    assert not few.aggregated  # two, of whom one may lie
+
+    def end(*loaders: Any) -> Tensor | None:
+        fed = Federation(net(), methods.fbn(), loaders, defence=Defence(1, "median", "median"))
+        (record,) = fed.run(1)
+        return fed.model.state_dict()["0.weight"] if record.aggregated else None
+
+    full = [[made(client)] for client in range(4)]
+    four, with_empty, five = end(*full), end(*full, []), end(*full, [made(4)])
+    assert four is not None
+    assert torch.equal(with_empty, four)
+    assert not torch.equal(five, four)  # control
+    assert end(*full[:2], []) is None  # two, of whom one may lie
 
 
 class Drawn(Sampler[list[int]]):
@@ -91,7 +86,6 @@ class Drawn(Sampler[list[int]]):
 
 ORDERS: dict[str, Callable[[TensorDataset, torch.Generator], DataLoader[Any]]] = {
     "generator": lambda data, own: DataLoader(data, 16, shuffle=True, generator=own),
-    "sampler": lambda data, own: DataLoader(data, 16, sampler=RandomSampler(data, generator=own)),
     "batch_sampler": lambda data, own: DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data, generator=own), 16, False)),
     "one's own": lambda data, own: DataLoader(data, batch_sampler=Drawn(data, own)),
 }
@@ -106,8 +100,7 @@ def own_order(kind: str, seed: int = 0) -> list[Any]:
 
 def weights_after(method: str, kind: str, *, seed: int = 0, on_training_batches: bool = False, **options: Any) -> Tensor:
     loaders = own_order(kind, seed)
-    test = per_client(loaders) if on_training_batches else TEST
-    fed = Federation(net(), methods.METHODS[method](), loaders, test=test, **options)
+    fed = Federation(net(), METHODS[method](), loaders, test=per_client(loaders) if on_training_batches else TEST, **options)
     list(fed.run(4))
     return fed.model.state_dict()["0.weight"]
 
@@ -117,51 +110,37 @@ def test_how_often_and_on_what_is_evaluated_does_not_change_what_is_trained(kind
     often, seldom = (weights_after("hbn", kind, evaluate_every=every) for every in (1, 4))
     assert torch.equal(often, seldom)
     assert not torch.equal(often, weights_after("hbn", kind, seed=9))  # control: the order counts
-    if kind == "generator":
-        usual = weights_after("fedavg", kind, evaluate_every=4)
-        assert all(torch.equal(weights_after("fedavg", kind, on_training_batches=True, evaluate_every=n), usual) for n in (1, 2))
+    on_training_batches = (weights_after("fedavg", kind, on_training_batches=True, evaluate_every=every) for every in (1, 4))
+    assert all(torch.equal(weights_after("fedavg", kind, evaluate_every=4), one) for one in on_training_batches) or kind == "one for all"
 
 
-def texts(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    made = torch.Generator().manual_seed(0)
-    return torch.randint(0, 10, (32, 5), generator=made).to(dtype), torch.randint(0, 2, (32,), generator=made)
+def reader() -> nn.Module:
+    torch.manual_seed(0)
+    parts = {"words": nn.Embedding(10, 8), "norm": nn.BatchNorm1d(8), "head": nn.Linear(8, 2)}
+    return Wired(lambda net, x: net.head(net.norm(net.words(x).mean(1)).relu()), **parts)
 
 
-class Reader(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.norm, self.head = nn.Embedding(10, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.norm(self.words(x).mean(1)).relu())
-        return out
-
-
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@listed("engine", ["sequential", "vectorised"])
+@listed("dtype", [torch.int64, torch.int32])
 def test_indices_of_an_embedding_reach_the_network_as_they_are(dtype: torch.dtype, engine: str) -> None:
-    x, y = texts(dtype)
-    fed = Federation(Reader(), methods.fbn(), [SeededBatches(x, y, 8)] * 2, test=SeededBatches(x, y, 8), engine=engine)
-    plain = Federation(Reader(), methods.fbn(), [SeededBatches(x.long(), y, 8)] * 2, engine=engine)
-    assert [record.loss for record in fed.run(2)] == [record.loss for record in plain.run(2)]
-    batches = [batch for batch, _ in SeededBatches(x, y, 8)]
-    assert torch.equal(torch.cat(batches), x)
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randint(0, 10, (32, 5), generator=draw), torch.randint(0, 2, (32,), generator=draw)
+
+    def trained(x: Tensor) -> list[float]:
+        fed = Federation(reader(), methods.fbn(), [SeededBatches(x, y, 8)] * 2, test=SeededBatches(x, y, 8), engine=engine)
+        return [record.loss for record in fed.run(2)]
+
+    assert trained(x.to(dtype)) == trained(x)
+    assert torch.equal(torch.cat([batch for batch, _ in SeededBatches(x.to(dtype), y, 8)]), x)
 
 
 @listed("method", ["fbn", "hbn", "static-bn"])
 def test_seeded_batches_have_the_network_s_dtype_in_every_pass(method: str) -> None:
     """Before, training had it, and measuring and evaluating had the data's: float32 inputs for a float64 network."""
-    made = torch.Generator().manual_seed(0)
-    x, y = torch.randn(32, 4, generator=made), torch.randint(0, 2, (32,), generator=made)
+    x, y = made(0, 32)
 
     def records(x: Tensor) -> list[Any]:
-        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
-        own = METHODS[method]()
-        fed = Federation(model, own, [SeededBatches(x, y, 8)] * 2, test=SeededBatches(x, y, 8))
+        fed = Federation(net().double(), METHODS[method](), [SeededBatches(x, y, 8)] * 2, test=SeededBatches(x, y, 8))
         return [(record.loss, record.evaluation) for record in fed.run(2)] + [fed.evaluate(SeededBatches(x, y, 8))]
 
     assert records(x) == records(x.double())
@@ -177,39 +156,11 @@ class Whole(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-class PlainLoss(ClassificationAUC):
-    """The loss is no ``Whole``. So torch does not switch ``__torch_function__`` off in its backward pass."""
-
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        return super().loss(output, targets).as_subclass(Tensor)
-
-
-class Centred(nn.Module):
-    """Its first layer is BatchNorm, and training replaces buffers by values computed from its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8))
-        self.head = nn.Linear(8, 3)
-        self.register_buffer("centre", torch.zeros(8))
-        self.register_buffer("latest", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = self.body(x)
-        if self.training:
-            self.latest = features.detach().mean(0)
-            self.centre = 0.9 * self.centre + 0.1 * self.latest
-        out: Tensor = self.head(features - self.centre)
-        return out
-
-
-@pytest.mark.parametrize("method", ["fedavg", "fixbn", "fbn", "hbn", "static-bn", "fedtan", "fedbn"])
+@listed("method", ["fedavg", "fixbn", "fbn", "hbn", "static-bn", "fedtan", "fedbn"])
 def test_tensors_of_a_subclass_train_what_plain_tensors_do(method: str) -> None:
     def trained(kind: type[Tensor]) -> tuple[list[Any], list[Tensor]]:
         clients = [[(x.as_subclass(kind), y) for x, y in zip(*(t.split(8) for t in made(client, 24)), strict=True)] for client in range(3)]
-        model = set_buffer_roles(Centred(), {"latest": "kept"})
-        fed = Federation(model, METHODS[method](), clients, task=PlainLoss(), test=clients[0])
+        fed = Federation(net(), METHODS[method](), clients, test=clients[0])
         records = [(record.loss, record.evaluation) for record in fed.run(2)]
         return records, [*fed.model.state_dict().values(), *fed.client_model(0).state_dict().values()]
 

@@ -6,22 +6,21 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import ArrayRecord, Message
 from torch import Tensor, nn
 from torch.optim import SGD
 
 from fl_bn import Federation, SeededBatches, convert, local_round, server_state
-from fl_bn.flower import InProcessGrid, OwnAppStrategy, evaluating
+from fl_bn.flower import OwnAppStrategy
 from fl_bn.methods import METHODS
-from tests.doors.doors import LOOPS, RATE, Seen, Tensors, drawn, own_app, through
-from tests.doors.inner import START, Samples, evaluate, roles
-from tests.in_process import WatchedGrid, client_app, run
+from tests.doors.doors import LOOPS, RATE, Seen, Tensors, drawn, own_app, through, wide
+from tests.doors.inner import START, evaluate, roles
+from tests.federation import random_samples
+from tests.in_process import WatchedGrid
 from tests.listed import listed
 from tests.refusals import refused
 
@@ -33,7 +32,7 @@ Models = dict[tuple[int, int], Tensors]
 def fresh() -> nn.Sequential:
     """Build what a client builds: torch's own initial BatchNorm."""
     torch.manual_seed(7)
-    return nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+    return nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)).double()
 
 
 def pretrained() -> nn.Sequential:
@@ -45,15 +44,9 @@ def pretrained() -> nn.Sequential:
     return model
 
 
-def data(clients: int = 3) -> list[Samples]:
-    def one(n: int, seed: int) -> Samples:
-        x = torch.randn(n, 3, 2, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        return Samples(x, x.flatten(1)[:, :3].argmax(1))
-
-    return [one(8 + i, i) for i in range(clients)]
-
-
-LOADERS = [SeededBatches(samples.x, samples.y, SIZE) for samples in data()]
+CLIENTS = wide([random_samples(n, size=2, brightness=i / 3, seed=i) for i, n in enumerate((8, 9, 10, 11))])
+TEST = CLIENTS.pop()
+LOADERS = [SeededBatches(samples.x, samples.y, SIZE) for samples in CLIENTS]
 
 
 def remember(found: Models, fails: tuple[int, int] = (-1, 0)) -> Seen:
@@ -82,11 +75,11 @@ def same(found: Tensors, wanted: Tensors) -> bool:
     return all(torch.equal(tensor, found[name]) for name, tensor in wanted.items())
 
 
-def through_federation(method: str) -> Models:
+def of_federation(method: str) -> Models:
     found, optimizer = Models(), partial(SGD, lr=RATE, momentum=0.9)
     fed = Federation(pretrained(), METHODS[method](), LOADERS, optimizer=optimizer, calibrate=0, unit_scale=False, clip="none")
     for record in fed.run(2):
-        found |= {(i, record.round): dict(fed._transport.kept[i].get("local")) for i in range(len(LOADERS))}
+        found |= {(i, record.round): copy.deepcopy(fed.client_model(i).state_dict()) for i in range(len(LOADERS))}
     return found
 
 
@@ -94,10 +87,10 @@ def through_federation(method: str) -> Models:
 def test_a_client_s_first_batch_norm_is_the_server_s_in_every_door(method: str) -> None:
     chosen = METHODS[method]()
     home = {name for name, role in roles(fresh()).items() if role in chosen.local}
-    found: dict[str, Models] = {"federation": through_federation(method)}
+    found: dict[str, Models] = {"federation": of_federation(method)}
     for door in LOOPS:
         found[door] = {}
-        through(door, pretrained(), chosen, data(), fresh=fresh, seen=remember(found[door]))
+        through(door, pretrained(), chosen, CLIENTS, fresh=fresh, seen=remember(found[door]))
     for models in found.values():
         assert set(models) == {(i, round) for i in range(3) for round in (1, 2)}
         assert all(same(models[i, 1], {name: alone(pretrained(), i)[name] for name in home}) for i in range(3))
@@ -105,22 +98,12 @@ def test_a_client_s_first_batch_norm_is_the_server_s_in_every_door(method: str) 
     assert not any(torch.equal(alone(fresh(), 0)[name], alone(pretrained(), 0)[name]) for name in home)  # control
 
 
-def app_of(method: str, seen: Seen) -> ClientApp:
-    chosen = METHODS[method]()
-    app = own_app(fresh(), chosen, LOADERS, fresh=fresh, seen=seen)
-
-    @app.evaluate()
-    def evaluate_it(message: Message, context: Context) -> Message:
-        model = evaluating(message, context, fresh(), chosen)
-        loss = evaluate(model, data()[int(context.node_config["partition-id"])]).result()["loss"]
-        return Message(RecordDict({"metrics": MetricRecord({"loss": loss, "num-examples": 1})}), reply_to=message)
-
-    return app
-
-
-def strategy_of(model: nn.Module, method: str = "fedbn", **options: Any) -> OwnAppStrategy:
-    some = {"fraction_train": 0.34, "min_train_nodes": 1} if options.pop("some", False) else {}
-    return OwnAppStrategy(model, METHODS[method](), rate=lambda *_: RATE, calibrate=0, unit_scale=False, **{**some, **options})
+def of_an_app(model: nn.Module, found: Models, rounds: int, *initial: ArrayRecord, fails: Any = (-1, 0), **options: Any) -> WatchedGrid:
+    """Run a Flower app of one's own with FedBN; return the grid with all messages."""
+    grid = WatchedGrid(own_app(fresh(), FEDBN, LOADERS, fresh=fresh, seen=remember(found, fails)), 3)
+    options |= {"rate": lambda *_: RATE, "calibrate": 0, "unit_scale": False, "fraction_evaluate": 0}
+    OwnAppStrategy(model, FEDBN, **options).start(grid, *initial, num_rounds=rounds)
+    return grid
 
 
 def started(messages: list[Message], round: int) -> set[int]:
@@ -131,8 +114,7 @@ def started(messages: list[Message], round: int) -> set[int]:
 
 def test_a_client_that_joins_later_starts_with_it_and_nobody_is_sent_it_twice() -> None:
     found: Models = {}
-    grid = WatchedGrid(app_of("fedbn", remember(found)), 3)
-    strategy_of(pretrained(), some=True, fraction_evaluate=0).start(grid, num_rounds=4)
+    grid = of_an_app(pretrained(), found, 4, fraction_train=0.34, min_train_nodes=1)
     firsts = {client: min(round for c, round in found if c == client) for client, _ in found}
     late, round = max(firsts.items(), key=lambda item: item[1])
     assert round > 1
@@ -146,8 +128,7 @@ def test_a_client_that_joins_later_starts_with_it_and_nobody_is_sent_it_twice() 
 
 def test_a_client_whose_reply_was_lost_is_sent_it_again_and_goes_on_from_what_it_kept() -> None:
     found: Models = {}
-    grid = WatchedGrid(app_of("fedbn", remember(found, fails=(1, 1))), 3)
-    strategy_of(pretrained(), fraction_evaluate=0).start(grid, num_rounds=2)
+    grid = of_an_app(pretrained(), found, 2, fails=(1, 1))
     assert (len(started(grid.sent, 1)), len(started(grid.sent, 2))) == (3, 1)
     kept = torch.from_numpy(grid.states()[1]["fl-bn/local"]["2.running_mean"].numpy().copy())
     assert torch.equal(kept, found[1, 2]["2.running_mean"])
@@ -157,21 +138,19 @@ def test_a_client_whose_reply_was_lost_is_sent_it_again_and_goes_on_from_what_it
 def test_initial_arrays_with_batch_norm_are_the_start() -> None:
     """Flower's own way to begin from pre-trained weights: ``start(grid, ArrayRecord(net.state_dict()))``, and a strategy of ``Net()``."""
     found: Models = {}
-    initial = ArrayRecord({k: v.clone() for k, v in pretrained().state_dict().items()})
-    strategy_of(fresh(), fraction_evaluate=0).start(InProcessGrid(app_of("fedbn", remember(found)), 3, {}), initial, num_rounds=1)
+    of_an_app(fresh(), found, 1, ArrayRecord({k: v.clone() for k, v in pretrained().state_dict().items()}))
     assert same(found[0, 1], alone(pretrained(), 0))
 
 
 Forge = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-FORGED: dict[str, tuple[Forge, str]] = {
-    "a tensor short": (lambda t: {k: v for k, v in t.items() if k != "2.bias"}, "2.bias"),
-    "a tensor more": (lambda t: t | {"4.weight": torch.ones(3, 8).double()}, "4.weight"),
-    "another shape": (lambda t: t | {"2.bias": torch.zeros(9).double()}, "2.bias"),
-    "no number": (lambda t: t | {"2.bias": torch.full((8,), torch.nan).double()}, "2.bias"),
-}
+FORGED: list[tuple[Forge, str]] = [
+    (lambda t: {k: v for k, v in t.items() if k != "2.bias"}, "2.bias"),
+    (lambda t: t | {"4.weight": torch.ones(4, 8).double()}, "4.weight"),
+    (lambda t: t | {"2.bias": torch.full((8,), torch.nan).double()}, "2.bias"),
+]
 
 
-@listed("forge, tensor", [pytest.param(*case, id=name) for name, case in FORGED.items()])
+@listed("forge, tensor", FORGED, ids=["a tensor short", "a tensor more", "no number"])
 def test_a_start_that_is_none_is_refused_by_name(forge: Forge, tensor: str) -> None:
     asked, fedavg = server_state(pretrained(), FEDBN, rounds=1).instruction(), METHODS["fedavg"]()
     wrong = replace(asked, sections={**asked.sections, START: forge(asked.sections[START])})
@@ -187,32 +166,10 @@ def test_a_start_that_is_none_is_refused_by_name(forge: Forge, tensor: str) -> N
 
 
 def test_federation_evaluates_clients_that_have_trained() -> None:
-    loaders = [SeededBatches(samples.x, samples.y, SIZE) for samples in data(4)]
-    test = [(data(5)[4].x, data(5)[4].y)]
-    fed = Federation(pretrained(), FEDBN, loaders, fraction=0.25, test=test)
-    assert fed.evaluate()["loss"] == evaluate(pretrained(), test).result()["loss"]
+    fed = Federation(pretrained(), FEDBN, LOADERS, fraction=0.34, test=[(TEST.x, TEST.y)])
+    assert fed.evaluate()["loss"] == evaluate(pretrained(), TEST).result()["loss"]
     (record,) = fed.run(1)
     (trained,) = [client.client for client in record.clients]
-    losses = [evaluate(fed.client_model(i), test).result()["loss"] for i in range(4)]
+    losses = [evaluate(fed.client_model(i), TEST).result()["loss"] for i in range(3)]
     assert record.evaluation["loss"] == losses[trained]
-    assert record.evaluation["loss"] != sum(losses) / 4  # control
-
-
-def test_an_own_app_s_strategy_evaluates_clients_that_have_trained() -> None:
-    for method, everyone in (("fedbn", False), ("fedavg", True)):
-        found: Models = {}
-        grid = WatchedGrid(app_of(method, remember(found)), 3)
-        result = strategy_of(pretrained(), method, some=True).start(grid, num_rounds=1)
-        ((trained, _),) = found
-        evaluated = {message.metadata.dst_node_id - 1 for message in grid.sent if message.metadata.message_type == "evaluate"}
-        assert evaluated == ({0, 1, 2} if everyone else {trained})
-        assert set(result.evaluate_metrics_clientapp[1]) == {"loss"}
-
-
-def test_the_application_evaluates_clients_that_have_trained(tmp_path: Path) -> None:
-    grid = WatchedGrid(client_app(FEDBN, data(), model=pretrained(), folder=tmp_path), 3)
-    ran = run(FEDBN, data(), 1, grid=grid, model=pretrained(), policy={"fraction": 0.34}, save_clients="saved")
-    (record,) = ran.records
-    assert set(record.client_evaluation) == {client.client for client in record.clients}
-    assert len(record.client_evaluation) == 1
-    assert len(list((tmp_path / "saved" / "clients").glob("*"))) == 3  # all save what they have
+    assert record.evaluation["loss"] != sum(losses) / 3  # control

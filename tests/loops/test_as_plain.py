@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,11 +16,12 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from fl_bn import convert, methods, unrecorded
+from fl_bn import methods, unrecorded
 from fl_bn.methods import Method, freeze
 from tests.doors.doors import LOOPS as DOORS
-from tests.doors.doors import RATE, Rounds, Tensors, apart
-from tests.loops.loops import Step, clients, each, net, opened, plain, step
+from tests.doors.doors import RATE, Rounds, apart
+from tests.loops.loops import Step, clients, each, net, plain, step
+from tests.networks import Wired
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # of torch.compile, about its own
@@ -51,14 +49,6 @@ def training_accuracy(round: Any, x: Tensor, y: Tensor) -> None:
     plain(round, x, y)
 
 
-def an_average_of_the_weights(round: Any, x: Tensor, y: Tensor) -> None:
-    copied = copy.deepcopy(round.model)
-    copied(OTHER).sum().backward()
-    plain(round, x, y)
-    copied(OTHER)
-    pickle.loads(pickle.dumps(round.model))(OTHER)
-
-
 def a_swa_model(round: Any, x: Tensor, y: Tensor) -> None:
     average = torch.optim.swa_utils.AveragedModel(round.model)
     average(OTHER)
@@ -74,38 +64,14 @@ def a_skipped_step(round: Any, x: Tensor, y: Tensor) -> None:
     plain(round, x, y)
 
 
-def traced(round: Any, x: Tensor, y: Tensor) -> None:
-    """As TensorBoard's ``add_graph`` does, with another batch."""
-    statistics = {name: buffer.clone() for name, buffer in round.model.named_buffers()}
-    torch.jit.trace(round.model, OTHER, check_trace=False)
-    for name, buffer in round.model.named_buffers():
-        buffer.copy_(statistics[name])
-    plain(round, x, y)
-
-
-def exported(round: Any, x: Tensor, y: Tensor) -> None:
-    torch.export.export(round.model.eval(), (x,))
-    round.model.train()
-    plain(round, x, y)
-
-
-# Other ways to run the network
+# Other ways to run the network; of a part's checkpoint, one BatchNorm layer is inside, and one outside
 
 
 def checkpointed(round: Any, x: Tensor, y: Tensor) -> None:
-    step(lambda x: checkpoint(round.model, x, use_reentrant=False), round.model, x, y)
-
-
-def reentrant(round: Any, x: Tensor, y: Tensor) -> None:
-    step(lambda x: checkpoint(round.model, x.clone().requires_grad_(), use_reentrant=True), round.model, x, y)
-
-
-def partly_checkpointed(round: Any, x: Tensor, y: Tensor) -> None:
     step(lambda x: round.model[3:](checkpoint(round.model[:3], x, use_reentrant=False)), round.model, x, y)
 
 
-def partly_reentrant(round: Any, x: Tensor, y: Tensor) -> None:
-    """One BatchNorm layer is inside of the checkpoint, and one outside."""
+def reentrant(round: Any, x: Tensor, y: Tensor) -> None:
     step(lambda x: round.model[3:](checkpoint(round.model[:3], x.clone().requires_grad_(), use_reentrant=True)), round.model, x, y)
 
 
@@ -122,15 +88,6 @@ def compiled_as_one_graph(round: Any, x: Tensor, y: Tensor) -> None:
     step(torch.compile(round.model, backend="eager", fullgraph=True), round.model, x, y)
 
 
-def part_by_part(round: Any, x: Tensor, y: Tensor) -> None:
-    def forward(x: Tensor) -> Tensor:
-        for part in round.model:
-            x = part(x)
-        return x
-
-    step(forward, round.model, x, y)
-
-
 def moved_to_a_device(round: Any, x: Tensor, y: Tensor) -> None:
     """``model.to(device)`` puts new tensors in the place of buffers."""
     round.model._apply(torch.clone)
@@ -138,21 +95,6 @@ def moved_to_a_device(round: Any, x: Tensor, y: Tensor) -> None:
 
 
 # Other ways to step
-
-
-def closure(round: Any, x: Tensor, y: Tensor) -> None:
-    """Of an optimiser that evaluates it twice: what the gradient is at first leads the step."""
-    optimizer = SGD(round.model.parameters(), RATE)
-
-    def evaluate() -> Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(round.model(x), y)
-        loss.backward()
-        return loss
-
-    evaluate()
-    with unrecorded(round.model):
-        optimizer.step(evaluate)
 
 
 def by_hand(round: Any, x: Tensor, y: Tensor) -> None:
@@ -189,26 +131,6 @@ def an_optimizer_around_another(round: Any, x: Tensor, y: Tensor) -> None:
     optimizer.step()
 
 
-def in_the_backward_pass(round: Any, x: Tensor, y: Tensor) -> None:
-    """An optimiser of each parameter, which steps as soon as autograd has the gradient."""
-    optimizers = {p: SGD([p], RATE) for p in round.model.parameters()}
-
-    def step_now(parameter: nn.Parameter) -> None:
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    handles = [p.register_post_accumulate_grad_hook(step_now) for p in optimizers]  # type: ignore[arg-type]
-    F.cross_entropy(round.model(x), y).backward()
-    for handle in handles:
-        handle.remove()
-
-
-def a_step_before(round: Any, x: Tensor, y: Tensor) -> None:
-    """As to quieten a scheduler's warning: without gradients it moves nothing."""
-    SGD(round.model.parameters(), RATE, momentum=0.9, weight_decay=0.1).step()
-    plain(round, x, y)
-
-
 # Trainers
 
 
@@ -232,31 +154,26 @@ def lightning(round: Any, x: Tensor, y: Tensor) -> None:
 
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, **quiet)
-    trainer.fit(Module(round.model), loader(x, y, len(x)), loader(x + 3, y, len(x)))
+    trainer.fit(Module(round.model), loader(x, y), loader(x + 3, y))
 
 
-def loader(x: Tensor, y: Tensor, size: int) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(x, y), batch_size=size)
+def loader(x: Tensor, y: Tensor) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(x, y), batch_size=len(x))
 
 
-def accelerate(round: Any, x: Tensor, y: Tensor, parts: int = 1) -> None:
+def accelerate(round: Any, x: Tensor, y: Tensor) -> None:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=parts)
-    model, optimizer, batches = accelerator.prepare(round.model, SGD(round.model.parameters(), RATE), loader(x, y, len(x) // parts))
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, batches = accelerator.prepare(round.model, SGD(round.model.parameters(), RATE), loader(x, y))
     model.train()
     for inputs, targets in batches:
-        with accelerator.accumulate(model):
-            accelerator.backward(F.cross_entropy(model(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
+        accelerator.backward(F.cross_entropy(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
     model.eval()
     with torch.no_grad():
         model(x + 3)
-
-
-def accumulation_of_accelerate(round: Any, x: Tensor, y: Tensor) -> None:
-    accelerate(round, x, y, parts=2)
 
 
 def distributed(round: Any, x: Tensor, y: Tensor) -> None:
@@ -280,27 +197,9 @@ def train(round: Any, x: Tensor, y: Tensor) -> None:
     plain(round, x, y)
 
 
-def every_module(round: Any, x: Tensor, y: Tensor) -> None:
-    for module in round.model.modules():
-        module.train()
-    plain(round, x, y)
-
-
 def by_attribute(round: Any, x: Tensor, y: Tensor) -> None:
     for module in round.model.modules():
         module.training = True
-    plain(round, x, y)
-
-
-def there_and_back(round: Any, x: Tensor, y: Tensor) -> None:
-    """As trainers do around a validation."""
-    modes = {module: module.training for module in round.model.modules()}
-    round.model.eval()
-    with torch.no_grad():
-        round.model(x)
-    for module, mode in modes.items():
-        module.training = mode
-    round.model.train()
     plain(round, x, y)
 
 
@@ -319,17 +218,12 @@ FROZEN: dict[str, Method] = {  # from round 2 on
     **{f"{name}, frozen": freeze(USUAL[name], 1) for name in ("fedavg", "fbn", "hbn")},
 }
 METHODS = {**USUAL, **FROZEN}
-PASSES: list[Step] = [validation, training_accuracy, an_average_of_the_weights, a_swa_model, a_skipped_step, traced, exported]
-RUNS: list[Step] = [
-    checkpointed, reentrant, partly_checkpointed, partly_reentrant, data_parallel, compiled, compiled_as_one_graph, part_by_part,
-    moved_to_a_device,
-]  # fmt: skip
-STEPS: list[Step] = [
-    closure, by_hand, two_optimizers, an_optimizer_around_another, in_the_backward_pass, a_step_before,
-]  # fmt: skip
-TRAINERS: list[Step] = [lightning, accelerate, accumulation_of_accelerate, distributed]
-MODES: list[Step] = [train, every_module, by_attribute, there_and_back]
-MOVES_STATISTICS = (training_accuracy, checkpointed, reentrant, partly_checkpointed, partly_reentrant)
+PASSES: list[Step] = [validation, training_accuracy, a_swa_model, a_skipped_step]
+RUNS: list[Step] = [checkpointed, reentrant, data_parallel, compiled, compiled_as_one_graph, moved_to_a_device]
+STEPS: list[Step] = [by_hand, two_optimizers, an_optimizer_around_another]
+TRAINERS: list[Step] = [lightning, accelerate, distributed]
+MODES: list[Step] = [train, by_attribute]
+MOVES_STATISTICS = (training_accuracy, checkpointed, reentrant)
 """Loops in which torch's own layers move their running statistics once more, as in plain torch."""
 
 
@@ -360,10 +254,10 @@ def refusal(method: Method, loop: Step) -> str:
     """Return a part of the error where the contract promises nothing; in a Flower app, the client's error ends the run."""
     if loop is compiled_as_one_graph and (method.exchanges or method.name == "fbn"):
         return "fullgraph|usable|failed"
-    return "use_reentrant|one batch|layer-wise|usable|failed" if method.exchanges and loop in (reentrant, partly_reentrant, closure) else ""
+    return "use_reentrant|usable|failed" if method.exchanges and loop is reentrant else ""
 
 
-@pytest.mark.sample("[fbn-v", "[fbn-c", "[fbn-a", "[fbn-p", "[fedavg-", "[hbn-clo", "n-train-own", "n-train-flower", "[hbn, frozen-there")
+@pytest.mark.sample("[fbn-v", "[fbn-c", "[fbn-a", "[fedavg-", "n-train-own", "n-train-flower", "[hbn, frozen-train")
 @pytest.mark.parametrize(("method", "loop", "door"), cells())
 def test_it_computes_what_a_plain_loop_computes(method: str, loop: Step, door: str) -> None:
     made = METHODS[method]
@@ -371,8 +265,6 @@ def test_it_computes_what_a_plain_loop_computes(method: str, loop: Step, door: s
         return
     if loop is distributed and made.exchanges:
         return  # its clients take turns in this process, which has one process group
-    if loop is accumulation_of_accelerate and made.name not in ("fbn", "fixbn"):
-        return  # only where constants normalise, two micro-batches are the batch
     if said := refusal(made, loop):
         with pytest.raises(Exception, match=said):
             run(method, loop, door)
@@ -383,80 +275,18 @@ def test_it_computes_what_a_plain_loop_computes(method: str, loop: Step, door: s
     assert apart(ours, right) <= (0 if loop in MODES else 1e-12)
 
 
-@pytest.mark.parametrize("method", [methods.fedavg(), methods.fixbn(freeze_after=0)], ids=lambda method: method.name)
-def test_a_round_of_many_steps_is_compiled_twice(method: Method) -> None:
-    """For the first batch, and for the others."""
-    (x, y), graphs = clients()[0], []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    with opened(method) as round:
-        model = torch.compile(round.model, backend=backend, fullgraph=True)
-        for _ in range(12):
-            step(model, round.model, x, y)
-    assert round.steps == 12
-    assert 1 <= len(graphs) <= 2
-
-
-@pytest.mark.slow
-def test_a_network_compiled_before_the_round() -> None:
-    for method, count in ((methods.fbn(), 16), (methods.fedavg(), 0)):
-        model, (x, y) = convert(net(), method), clients()[0]
-        before = torch.compile(model, backend="eager")
-        before(x)
-        with opened(method, model) as round:
-            step(before, model, x, y)
-        reply, _ = round.reply(16)
-        assert int(reply.sections.get("moments", {}).get("1.count", 0)) == count
-        assert reply.steps == 1
-
-
-def gradients(model: nn.Module, x: Tensor, y: Tensor) -> Tensors:
-    """Return the gradients of a loss with a penalty on the gradient of the inputs."""
-    inputs = x.clone().requires_grad_()
-    loss = F.cross_entropy(model(inputs), y)
-    (loss + torch.autograd.grad(loss, inputs, create_graph=True)[0].square().sum()).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("name", ["fedavg", "fixbn", "fbn", "hbn"])
-def test_a_gradient_penalty_is_plain_pytorch_s(name: str) -> None:
-    """Of other methods, before centring."""
-    (x, y), method = clients()[0], replace(METHODS[name], centre=False)
-    with opened(method) as round:
-        if method.measures_first:
-            round.measure([(x, y)])
-        ours = gradients(round.model, x, y)
-        SGD(round.model.parameters(), RATE).step()
-    want = gradients(net().train(name == "fedavg"), x, y)
-    assert (apart([{key: ours[key] for key in want}], [want]) < 1e-12) == (name != "hbn")  # control: HBN mixes
-
-
 # FedTAN's step is that on the union, in whatever form inputs come
 
 
-class Named(nn.Module):
-    """Takes its inputs in ``form``, and normalises all of them at once."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.form, self.body = form, net()
-
-    def forward(self, batch: Any) -> Tensor:
-        if self.form == "over time":
-            return self.body(batch.flatten(0, 1)).view(len(batch), 2, -1).mean(1)  # type: ignore[no-any-return]
-        out: Tensor = self.body(batch["image"] if self.form == "dict" else torch.stack(batch) if self.form == "list" else batch)
-        return out
+def formed(form: str) -> Wired:
+    """A network that takes its inputs in a form, and normalises all of them at once."""
+    return Wired(lambda parts, batch: FORMS[form][1](parts.body, batch), body=net())
 
 
-FORMS: dict[str, Callable[[Tensor], Any]] = {
-    "tensor": lambda x: x,
-    "dict": lambda x: {"mask": torch.ones(3), "image": x},
-    "list": list,
-    "over time": lambda x: torch.stack([x, x + 1], 1),
+FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[nn.Module, Any], Any]]] = {
+    "dict": (lambda x: {"mask": torch.ones(3), "image": x}, lambda body, batch: body(batch["image"])),
+    "list": (list, lambda body, batch: body(torch.stack(batch))),
+    "over time": (lambda x: torch.stack([x, x + 1], 1), lambda body, batch: body(batch.flatten(0, 1)).view(len(batch), 2, -1).mean(1)),
 }
 
 
@@ -467,12 +297,13 @@ def saying(round: Any, x: Any, y: Tensor) -> None:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize(("form", "loop"), [("tensor", plain), ("dict", plain), ("list", plain), ("over time", saying), ("dict", saying)])
+@pytest.mark.parametrize(("form", "loop"), [("dict", plain), ("list", plain), ("over time", saying)])
 def test_fedtan_s_step_is_the_union_s_in_any_form_of_inputs(form: str, loop: Step, door: str) -> None:
-    data, union = [[(FORMS[form](x), y)] for x, y in clients()], Named(form).train()
+    make = FORMS[form][0]
+    data, union = [[(make(x), y)] for x, y in clients()], formed(form).train()
     x, y = (torch.cat(parts) for parts in zip(*clients(), strict=True))
-    step(union, union, FORMS[form](x), y)
+    step(union, union, make(x), y)
     want = {name: tensor for name, tensor in union.state_dict().items() if tensor.is_floating_point()}
     for method, is_union in ((methods.fedtan(), True), (methods.fedavg(), False)):  # control: FedAvg's is not that step
-        (found,) = DOORS[door](Named(form), method, data, 1, loop=each(loop if is_union else plain))
+        (found,) = DOORS[door](formed(form), method, data, 1, loop=each(loop if is_union else plain))
         assert (apart([{name: found[name] for name in want}], [want]) < 1e-12) == is_union

@@ -5,9 +5,6 @@ The library itself runs. Clipped gradients are compared with those of a plain lo
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
 import pytest
@@ -17,10 +14,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_bn import convert, local_round, methods, server_state
-from fl_bn.methods import Method, Phase
+from fl_bn.methods import METHODS, Method, Phase
 from tests.doors.doors import Tensors
 from tests.doors.inner import ContractBroken, batch_norms
-from tests.loops.loops import opened, step
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,19 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),  # the inputs need no gradient
 ]
 RATE, CLIP = 0.1, 0.5
-FREE = ["gn", "ln", "in", "gn-ws", "fixup", "fedfn", "fedwon"]
-"""Methods without statistics: they train with any BatchNorm layer."""
-CONSTANT: dict[str, Method] = {
-    "fbn": methods.fbn(),
-    "fixbn": methods.fixbn(freeze_after=0),
-    "fedtan2": methods.fedtan2(freeze_after=0),
-    "fixbn, both": methods.fixbn(freeze_after=0, freeze_what="both"),
-}
-"""Methods that normalise with constants: they train where the affine parameters of BatchNorm do not learn."""
-MIXING: dict[str, Method] = {
-    name: methods.METHODS[name]() for name in ("fedavg", "fedbn", "silobn", "single", "static-bn", "fedtan", "fedavg-alg2")
-} | {"fixbn": methods.fixbn(freeze_after=1), "fedtan2": methods.fedtan2(freeze_after=1)}
-"""Methods that normalise with the statistics of the batch; HBN does, too."""
 
 
 def net(affine: bool = True) -> nn.Module:
@@ -56,7 +39,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 3, 8, 8, generator=rng, dtype=torch.float64) * 3 + 1, torch.randint(0, 3, (8,), generator=rng)
 
 
-def trained(method: Method, model: nn.Module, mode: str = "hooks") -> tuple[Tensors, Any]:
+def trained(method: Method, model: nn.Module) -> tuple[Tensors, Any]:
     """The weights after a step that opacus clips to norm ``CLIP`` and adds no noise to, and the client's reply."""
     from opacus import PrivacyEngine
 
@@ -72,7 +55,6 @@ def trained(method: Method, model: nn.Module, mode: str = "hooks") -> tuple[Tens
             noise_multiplier=0.0,
             max_grad_norm=CLIP,
             poisson_sampling=False,
-            grad_sample_mode=mode,
         )
         for inputs, targets in loader:
             optimizer.zero_grad()
@@ -118,82 +100,49 @@ def still(model: nn.Module) -> nn.Module:
     return model
 
 
-BUILDS: dict[str, Callable[[], nn.Module]] = {
-    "as it is": net,
-    "affine=False": lambda: net(affine=False),
-    "requires_grad_(False)": lambda: still(net()),
+FREE = [name for name, make in METHODS.items() if not batch_norms(convert(net(), make()))]
+CONSTANT: dict[str, Method] = {
+    "fbn": methods.fbn(),
+    "fixbn": methods.fixbn(freeze_after=0),
+    "fedtan2": methods.fedtan2(freeze_after=0),
 }
-TRAINS = [(name, "as it is", "hooks") for name in FREE] + [("gn", "as it is", "functorch")]
-TRAINS += [(name, build, "hooks") for name in CONSTANT for build in [*BUILDS][1:]]
+"""Methods that normalise with constants: they train where the affine parameters of BatchNorm do not learn."""
+MIXING = {name: make() for name, make in METHODS.items() if name not in (*FREE, "fbn")}
+"""Methods that normalise with the statistics of the batch, in round 1 of 2."""
 
 
-@pytest.mark.parametrize(("name", "build", "mode"), TRAINS)
-def test_it_trains_along_the_mean_of_clipped_gradients(name: str, build: str, mode: str) -> None:
-    """Of any network without statistics, and with constants where the affine does not learn."""
-    from opacus.validators import ModuleValidator
-
-    method, model = CONSTANT.get(name) or methods.METHODS[name](), BUILDS[build]()
-    assert name in CONSTANT or ModuleValidator.is_valid(convert(model, method).train())
-    found, reply = trained(method, model, mode=mode)
-    assert apart(found, by_hand(method, model)) < 1e-9
-    assert not apart(found, by_hand(method, model, together=True)) < 1e-9
-    assert ("moments" in reply.sections) == (name == "fbn")
+@pytest.mark.parametrize("name", FREE)
+def test_without_batch_norm_it_trains_along_the_mean_of_clipped_gradients(name: str) -> None:
+    method = METHODS[name]()
+    found, _ = trained(method, net())
+    assert apart(found, by_hand(method, net())) < 1e-9
+    assert not apart(found, by_hand(method, net(), together=True)) < 1e-9
 
 
 @pytest.mark.parametrize("name", CONSTANT)
-def test_opacus_refuses_constants_whose_affine_learns(name: str) -> None:
-    if "both" in name:  # freezes the affine, too
-        found, _ = trained(CONSTANT[name], net())
-        assert apart(found, by_hand(CONSTANT["fixbn"], still(net()))) < 1e-9
-        return
-    with pytest.raises(NotImplementedError):
+def test_constants_train_where_their_affine_does_not_learn(name: str, log: pytest.LogCaptureFixture) -> None:
+    """It is said that FBN's moments are not protected by the noise."""
+    for model in (net(affine=False), still(net())):
+        log.clear()
+        found, reply = trained(CONSTANT[name], model)
+        assert apart(found, by_hand(CONSTANT[name], model)) < 1e-9
+        assert ("moments" in reply.sections) == (name == "fbn")
+        assert log.text.count("which the noise of opacus does not protect") == (name == "fbn")
+    with pytest.raises(NotImplementedError):  # of opacus
         trained(CONSTANT[name], net())
 
 
-def refused(method: Method, model: nn.Module) -> str:
-    """Return the rule of the contract by which a round with opacus is refused."""
-    with pytest.raises(ContractBroken) as caught:
-        trained(method, model)
-    return caught.value.rule
+def test_fixbn_that_freezes_its_affine_trains_by_itself() -> None:
+    found, _ = trained(methods.fixbn(freeze_after=0, freeze_what="both"), net())
+    assert apart(found, by_hand(CONSTANT["fixbn"], still(net()))) < 1e-9
 
 
-@pytest.mark.parametrize("name", [*MIXING, "hbn"])
+@pytest.mark.parametrize("name", MIXING)
 def test_batch_statistics_are_refused(name: str) -> None:
     """By opacus where the affine learns, and by the round where it does not. HBN's mixing logits always learn."""
     with pytest.raises(Exception, match="BatchNorm|buffers"):
-        trained(MIXING.get(name, methods.hbn()), net())
-    assert name == "hbn" or refused(MIXING[name], net(affine=False)) == "opacus"
-
-
-@pytest.mark.parametrize("name", ["fedavg", "static-bn"])
-def test_the_round_refuses_what_opacus_lets_through(name: str) -> None:
-    """Control: outside a round the same network trains, and a sample's gradient depends on the others of its batch."""
-    from opacus import GradSampleModule
-
-    model, (x, y) = convert(net(affine=False), MIXING[name]).train(), batch()
-    found = []
-    for others in (slice(0, 8), slice(0, 4)):
-        private = GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
-        F.cross_entropy(private(x[others]), y[others], reduction="sum").backward()
-        found.append(next(private.parameters()).grad_sample[0])
-    assert not torch.allclose(*found)
-
-
-def test_parts_that_are_called_one_by_one_are_refused_too() -> None:
-    from opacus import GradSampleModule
-
-    def train(round: Any) -> None:
-        GradSampleModule(round.model)
-        step(lambda x: reduce(lambda out, part: part(out), round.model, x), round.model, *batch())
-
-    with pytest.raises(ContractBroken) as caught, opened(methods.fedavg(), network=lambda: net(affine=False)) as round:
-        train(round)
-    assert (caught.value.rule, caught.value.name) == ("opacus", "1")
-
-
-def test_what_the_noise_does_not_protect_is_said(log: pytest.LogCaptureFixture) -> None:
-    trained(methods.gn(), net())
-    trained(CONSTANT["fixbn"], net(affine=False))
-    assert "opacus" not in log.text  # control
-    trained(methods.fbn(), net(affine=False))
-    assert log.text.count("which the noise of opacus does not protect") == 1
+        trained(MIXING[name], net())
+    if name != "hbn":
+        with pytest.raises(ContractBroken) as caught:
+            trained(MIXING[name], net(affine=False))
+        assert caught.value.rule == "opacus"

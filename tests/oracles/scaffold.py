@@ -60,5 +60,5 @@ WRONG = {
 ROWS = [
     Row("scaffold: Algorithm 1", of(), WRONG, objective=("scaffold", {}), **SOME),
     Row("scaffold: half the strength, with weight decay", of(strength=0.5), {"whole": of(), "variates without the decay": {"sgd": {}}},
-        objective=("scaffold", {"strength": 0.5}), sgd={"weight_decay": 0.1}, rounds=4),
+        objective=("scaffold", {"strength": 0.5}), sgd={"weight_decay": 0.1}, rounds=4, doors=("federation", "flower")),
 ]  # fmt: skip

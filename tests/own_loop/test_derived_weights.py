@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 from torch.optim import SGD
 
-from fl_bn import Federation, convert, local_round, methods, server_round, server_state, set_buffer_roles
+from fl_bn import Federation, convert, methods
 from fl_bn.bn.derived import recompute
 from fl_bn.methods import METHODS
 from tests.conformance.cases import every_method
 from tests.doors.doors import DOORS, RATE, through, wide
-from tests.doors.inner import Unconvertible, derivation, server_optimizer
+from tests.doors.inner import Unconvertible, derivation
 from tests.federation import random_samples
 from tests.listed import listed
 
@@ -94,38 +94,6 @@ def test_one_local_step_is_plain_pytorch_s_on_the_union(kind: str, door: str) ->
     assert not farthest(ours, plain(kind, 2)) < 1e-3  # control: the weights have moved
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "pectral" in kind])
-def test_the_shared_model_has_its_own_singular_value(kind: str) -> None:
-    """Averaged singular vectors are not the average's: stated as shared, they lag behind or point nowhere (control)."""
-    for role, right in (("recomputed", True), ("shared", False)):
-        stated = set_buffer_roles(derived(kind), {"*_u": role, "*_v": role})
-        fed = Federation(stated, FEDAVG, [[(c.x, c.y)] * 9 for c in CLIENTS], optimizer=lambda p: SGD(p, 0.5))
-        list(fed.run(1))
-        fed.model(X[:2])
-        layer = fed.model.eval()[1]
-        layer(X[:2].flatten(1))
-        assert (abs(float(torch.linalg.matrix_norm(layer.weight.detach(), 2)) - 1) < 1e-6) == right
-
-
-def test_clients_that_start_ahead_get_the_singular_vectors_of_their_start() -> None:
-    """FedACG sends weights that are ahead of the shared ones."""
-    ahead = []
-    for name in ("fedacg", "fedavg"):
-        state = server_state(derived("old spectral norm"), FEDAVG, rounds=3, optimizer=server_optimizer(name))
-        for _ in range(2):
-            asked, mine = state.instruction(), convert(state.source, FEDAVG)
-            with local_round(mine, FEDAVG, asked) as round:
-                F.cross_entropy(mine(X), Y).backward()
-                SGD(mine.parameters(), 0.5).step()
-            state, _ = server_round(state, [round.reply(len(X))[0]])
-        sent, shared = state.instruction().sections["weights"], state.shared.tensors()
-        sigma = torch.dot(sent["1.weight_u"], torch.mv(sent["1.weight_orig"], sent["1.weight_v"]))
-        assert abs(float(sigma / torch.linalg.matrix_norm(sent["1.weight_orig"], 2)) - 1) < 1e-9
-        ahead.append(float((sent["1.weight_u"] - shared["1.weight_u"]).abs().max()))
-    assert ahead[0] > 1e-6  # they are others than those of the shared weights
-    assert ahead[1] == 0  # control: FedAvg sends the shared weights
-
-
 def body(kind: str) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(KINDS[kind](nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)).double()
@@ -146,21 +114,6 @@ def test_every_method_trains_it_or_refuses_it_by_name(method_name: str, kind: st
     losses = [record.evaluation["loss"] for record in fed.run(4)]
     assert losses[-1] < losses[0]
     assert derivation(fed.model[0]) == derivation(model[0]) != ""
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_fedtan_takes_the_centralised_step_through_it(kind: str) -> None:
-    """With BatchNorm behind the derived layer."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), KINDS[kind](nn.Linear(192, 6)), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4)).double()
-    settle(model)
-    central = convert(model, FEDAVG)
-    ours, fedavg = (through("federation", model, method, CLIENTS, rounds=1, size=64)[-1] for method in (methods.fedtan(), FEDAVG))
-    F.cross_entropy(central(X), Y).backward()
-    SGD(central.parameters(), RATE).step()
-    learnt = {name: p.detach() for name, p in central.named_parameters()}
-    assert farthest(ours, learnt) < 1e-9
-    assert not farthest(fedavg, learnt) < 1e-6  # control: each client's own statistics
 
 
 def test_recomputing_takes_what_the_parametrization_gets_and_batch_norm_has_none() -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from fl_bn import Federation, convert, methods, server_state, set_buffer_roles
+from fl_bn import Federation, convert, methods, set_buffer_roles
 from fl_bn.methods import METHODS
 from tests.conformance.cases import every_method
-from tests.doors.doors import ALL, apart, through, wide
+from tests.doors.doors import DOORS, apart, through, wide
 from tests.doors.inner import Unconvertible
 from tests.federation import random_samples
 from tests.listed import listed
@@ -39,7 +39,7 @@ class First(nn.Module):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("extra", [torch.ones(2, dtype=torch.bool), torch.arange(3)], ids=["truths", "integers"])
-@pytest.mark.parametrize("door", ALL)
+@pytest.mark.parametrize("door", DOORS)
 def test_an_integer_parameter_changes_nothing(door: str, extra: Tensor) -> None:
     """Inputs keep their type, and what is trained is what is trained without it."""
     ours = through(door, First(extra), methods.fbn(), CLIENTS, size=64)
@@ -47,21 +47,12 @@ def test_an_integer_parameter_changes_nothing(door: str, extra: Tensor) -> None:
     assert apart(ours, through(door, First(), methods.fbn(), CLIENTS, size=64)) == 0
 
 
-@listed(
-    ("extra", "reason"),
-    [
-        (torch.ones(2, dtype=torch.complex64), "extra is torch.complex64"),
-        (torch.ones(2, dtype=torch.bfloat16), "extra is torch.bfloat16"),
-    ],
-)
+@listed("extra", [torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.bfloat16)])
 @listed("method", ["fedbn", "hbn", "fedtan"])
-def test_what_cannot_travel_is_refused_by_name_before_round_1(method: str, extra: Tensor, reason: str) -> None:
-    with pytest.raises(Unconvertible, match=reason):
+def test_what_cannot_travel_is_refused_by_name_before_round_1(method: str, extra: Tensor) -> None:
+    with naming(f"extra is {extra.dtype}", Unconvertible):
         Federation(First(extra), METHODS[method](), [[(CLIENTS[0].x, CLIENTS[0].y)]])
-    with pytest.raises(Unconvertible, match=reason):
-        server_state(First(extra), METHODS[method](), rounds=1)
-    if extra.is_complex():
-        convert(First(extra), METHODS["single"]())  # control: nothing travels
+    convert(First(extra.real.double()), METHODS[method]())  # control
 
 
 def test_buffers_that_cannot_travel_may_stay() -> None:
@@ -73,13 +64,9 @@ def test_buffers_that_cannot_travel_may_stay() -> None:
         through("own loop", set_buffer_roles(model, {"table": role}), FEDAVG, CLIENTS, size=64)
 
 
-class Half(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = First().half()
-
+class Half(First):
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x.half()).float()  # type: ignore[no-any-return]
+        return super().forward(x.half()).float()
 
 
 @every_method
@@ -87,6 +74,6 @@ def test_float16_trains(method_name: str) -> None:
     if method_name in ("in", "fedwon"):  # which take no network of linear layers
         return
     data = [[(client.x.float(), client.y)] for client in CLIENTS]
-    fed = Federation(Half(), METHODS[method_name](), data, optimizer=lambda p: SGD(p, 0.01))
+    fed = Federation(Half().half(), METHODS[method_name](), data, optimizer=lambda p: SGD(p, 0.01))
     first, second = (record.loss for record in fed.run(2))
     assert second < first

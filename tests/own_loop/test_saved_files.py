@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,38 +85,36 @@ def test_a_flower_app_of_one_s_own_saves_the_same_file(tmp_path: Path) -> None:
 
 
 def test_the_counter_goes_on_from_the_network_s(tmp_path: Path) -> None:
-    model = net()
+    model: Any = net()
     model.layers[1].num_batches_tracked += 100
-    fed = trained("fbn", model)
-    fed.save(tmp_path / "model.safetensors")
+    trained("fbn", model).save(tmp_path / "model.safetensors")
     assert int(load_file(tmp_path / "model.safetensors")["layers.1.num_batches_tracked"]) == 110
-    assert int(fed.server.source.layers[1].num_batches_tracked) == 100
 
 
-def wrapped(kind: str) -> nn.Module:
-    if kind == "parallel":
-        return nn.DataParallel(net())
-    if kind == "compiled":
-        return torch.compile(net(), backend="eager")  # type: ignore[return-value]
-    model = net()
+def a_part(model: Any) -> nn.Module:
     model.layers = nn.DataParallel(model.layers)
-    return model
+    return model  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kind", ["parallel", pytest.param("compiled", marks=pytest.mark.slow), "a part"])
-def test_prefixes_of_wrappers_are_not_in_the_file(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    fed = trained("fedavg", wrapped(kind))
+WRAPPERS: dict[str, Any] = {"parallel": nn.DataParallel, "compiled": partial(torch.compile, backend="eager"), "a part": a_part}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's own
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_wrapper_changes_no_number_and_its_prefixes_are_not_in_the_file(kind: str, tmp_path: Path) -> None:
+    path, plain = tmp_path / "model.safetensors", net()
+    fed, wanted = trained("fbn", WRAPPERS[kind](net())), trained("fbn")
     fed.save(path)
-    net().load_state_dict(load_file(path))
+    plain.load_state_dict(load_file(path))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(plain.parameters(), wanted.model.parameters(), strict=True))
     with naming("Missing key", RuntimeError):  # control: the names of the wrapped network
         net().load_state_dict(fed.model.state_dict())
-    other = wrapped(kind)
+    other = WRAPPERS[kind](net())
     load_weights(other, str(path))  # and back
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), fed.model.parameters(), strict=True))
 
 
-@listed("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "other."])
+@listed("prefix", ["module.", "_orig_mod.module.", "other."])
 def test_checkpoints_with_prefixes_of_wrappers_are_weights_to_start_from(prefix: str, tmp_path: Path) -> None:
     path, source, model = tmp_path / "weights.safetensors", net(), net()
     with torch.no_grad():
@@ -124,27 +123,3 @@ def test_checkpoints_with_prefixes_of_wrappers_are_weights_to_start_from(prefix:
     with naming("another network") if prefix == "other." else nullcontext():
         load_weights(model, str(path))
     assert torch.equal(model.layers[0].weight, source.layers[0].weight) == (prefix != "other.")
-
-
-class Versioned(nn.Linear):
-    """Looks at the version of a state_dict, which no safetensors file has."""
-
-    _version = 2
-
-    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
-        if metadata.get("version") is None:
-            raise ValueError("version should be set")
-        super()._load_from_state_dict(state, prefix, metadata, *args)
-
-
-def test_a_network_that_looks_at_the_version_of_a_state_dict_trains(tmp_path: Path) -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(Versioned(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-
-    fed = trained("fbn", build())
-    fed.save(tmp_path / "model.safetensors")
-    load_weights(again := build(), str(tmp_path / "model.safetensors"))
-    assert torch.equal(again[0].weight, fed.model[0].weight)
-    with naming("version"):  # control
-        build().load_state_dict(load_file(tmp_path / "model.safetensors"))

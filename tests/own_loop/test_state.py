@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_bn import client_model, convert, local_round, methods, server_state
-from fl_bn.objectives import FedProx, Objective, Scaffold
+from fl_bn import convert, local_round, methods, server_state
+from fl_bn.objectives import Scaffold
 from tests.doors.doors import apart, own_loop
 from tests.doors.inner import SERVER_OPTIMIZERS
 from tests.listed import listed
@@ -56,33 +56,15 @@ def falling(round: int, rounds: int) -> float:
     return 0.1 / round
 
 
-@listed("objective", [Scaffold(), FedProx(0.1)])
-def test_a_rate_of_a_module_and_an_objective_are_pickled_with_the_state(objective: Objective) -> None:
+def test_a_rate_of_a_module_and_an_objective_are_pickled_with_the_state() -> None:
     """As docs/how-to/loop.md says. Python itself pickles no lambda."""
-    state = server_state(net(), FEDAVG, rounds=3, rate=falling, objective=objective)
+    state = server_state(net(), FEDAVG, rounds=3, rate=falling, objective=Scaffold())
     found, want = pickled(state).instruction(), state.instruction()
     assert found.learning_rate == want.learning_rate == 0.1
     assert found.sections.keys() == want.sections.keys()
-    assert all(
-        torch.equal(found.sections[section][name], tensor) for section in want.sections for name, tensor in want.sections[section].items()
-    )
+    assert all(apart([found.sections[section]], [tensors]) == 0 for section, tensors in want.sections.items())
     with pytest.raises((pickle.PicklingError, AttributeError)):
         pickled(server_state(net(), methods.fbn(), rounds=3, rate=lambda round, rounds: 0.1))
-
-
-def test_a_client_before_its_first_round_has_the_server_s_start() -> None:
-    server, made = net(), methods.fedbn()
-    server[1].running_mean.fill_(3)  # type: ignore[operator,union-attr]
-    fresh = client_model(net(), made, server_state(server, made, rounds=1).instruction())
-    assert float(fresh[1].running_mean.mean()) == 3  # type: ignore[index]
-    with naming("give the server's network"):
-        client_model(net(), FEDAVG, server_state(server, made, rounds=1).instruction())
-
-
-def with_ids() -> nn.Module:
-    model = net()
-    model.register_buffer("ids", torch.arange(3))
-    return model
 
 
 OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -90,7 +72,6 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dtype": (lambda: net().float(), "0.weight"),
     "missing": (lambda: net()[:4], "4.weight"),
     "extra": (lambda: nn.Sequential(*net(), nn.Linear(2, 2)), "5.weight"),
-    "at home": (with_ids, "fl-bn layers"),
 }
 
 
