@@ -20,10 +20,10 @@ State = dict[str, Tensor]
 
 
 def gradient(net: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
-    """Return the gradient of the batch's mean loss, in the order of ``net.parameters()``."""
+    """Return the gradient of the batch's mean loss, in the order of ``net.parameters()``; 0 for what the loss does not reach."""
     net.zero_grad()
     nn.functional.cross_entropy(net(x), y).backward()
-    return [w.grad.clone() for w in net.parameters()]
+    return [torch.zeros_like(w) if w.grad is None else w.grad.clone() for w in net.parameters()]
 
 
 def sgd(net: nn.Module, x: Tensor, y: Tensor, η: float) -> None:
