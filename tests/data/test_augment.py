@@ -94,10 +94,5 @@ def test_none_is_nothing_and_wrong_uses_are_refused() -> None:
     assert augmenter("none", rng) is None
     with naming("'cutout'"):
         augmenter("cutout", rng)
-    for name, x, y, word in (
-        ("flip", torch.rand(2, 3, 4, 4), torch.zeros(2), "float32"),
-        ("flip", images(2), torch.zeros(2, 8, 8), "one label"),
-        ("segmentation", images(2), torch.zeros(2), "(2, 8, 8)"),
-    ):
-        with naming(word):
-            augmenter(name, rng)(x, y)
+    with naming("one label"):
+        augmenter("flip", rng)(images(2), torch.zeros(2, 8, 8))

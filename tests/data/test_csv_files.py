@@ -109,7 +109,6 @@ def test_a_target_that_is_a_number_is_scaled_by_stated_constants(tmp_path: Path)
         (["6,,1,no,a,well"], {"missing": "drop"}, 5, "5 rows are used; rows left out for a missing value: 1"),
         (["6,NA,1,no,a,well", "7,1,1,no,a,?"], {"missing": "drop"}, 5, "rows left out for a missing value: 2"),
         (["6,nan,1,,a,well"], {"missing": "fill"}, 6, "missing cells read as the stated mean, or as no category: 2"),
-        (["6,40,1,no,d,well"], {"unknown": "zeros"}, 6, "unknown categories read as none: 1"),
         (["6,,1,no,d,well"], {"missing": "fill", "unknown": "drop"}, 5, "5 rows are used; rows left out for an unknown category: 1"),
     ],
 )
@@ -135,22 +134,16 @@ BELOW = "\n".join([HEADER, *ROWS, ""])
     ("text", "line", "column"),
     [
         (BELOW + "6,,1,no,a,well", 7, "age"),
-        (BELOW + "6,40,1,,a,well", 7, "smoker"),
-        (BELOW + "6,40,1,no,a,", 7, "outcome"),
         (BELOW + "6,1e999,1,no,a,well", 7, "age"),
-        (BELOW + "6,40,1_0,no,a,well", 7, "dose"),
         (BELOW + "6,40,1,ja,a,well", 7, "smoker"),
         (BELOW + "6,40,1,no,a,welll", 7, "outcome"),
         (BELOW + "6,40,1,no,a", 7, ""),
         (BELOW + '"6\n6",40,1,no,a,well\n7,x,1,no,a,well', 9, "age"),  # a cell of two lines
         (BELOW + '6,"40"1,1,no,a,well', 7, ""),
         ("", 0, ""),
-        (HEADER, 0, ""),
         (HEADER.replace(",dose", ""), 1, "dose"),
         (HEADER + ",zip", 1, "zip"),
-        (HEADER + ",age", 1, "age"),
         (HEADER.replace(",", ";"), 1, "outcome"),
-        (HEADER + "\n1,40,1,no,a,well", 0, ""),
         ("\xff\xfe", 0, ""),  # no UTF-8
     ],
 )
@@ -164,31 +157,15 @@ def test_a_wrong_file_is_refused_by_line_and_column(text: str, line: int, column
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_one_row_and_a_missing_class_at_one_of_several_sites(tmp_path: Path) -> None:
-    site(tmp_path, "north"), site(tmp_path, "one", ROWS[:1]), site(tmp_path, "well", [ROWS[0], ROWS[2], ROWS[4]])
-    data = load_csv(str(tmp_path), 0)
-    assert (data.domain_train.bincount().tolist(), data.domain_test.bincount(minlength=3).tolist()) == ([3, 1, 2], [2, 0, 1])
-    two = load_csv(str(site(tmp_path / "two", rows=ROWS[:2])), 0)  # each class has one row
-    assert (len(two.y_train), len(two.y_test)) == (1, 1)
-    only = load_csv(str(site(tmp_path / "only", rows=[ROWS[0], ROWS[2]])), 0)
-    assert only.classes == 2  # not the largest label, plus one
-
-
 @listed(
     ("changes", "problem"),
     [
         ({"target": None}, "target"),
-        ({"targets": "x"}, "'targets'"),
         ({"classes": ["well"]}, "classes"),
-        ({"classes": ["well", "well"]}, "'well'"),
-        ({"target-mean": 3}, "target-mean"),
         ({"numeric": {"age": {"sd": 3}}}, "'sd'"),
-        ({"numeric": {"age": {"std": 0}}}, "std"),
         ({"numeric": {}, "categorical": {}}, "learn"),
         ({"numeric": {"outcome": {}}}, "'outcome'"),
-        ({"categorical": {"smoker": []}}, "'smoker'"),
         ({"missing": "mean"}, "'mean'"),
-        ({"test-share": 1}, "test-share"),
         ({"delimiter": "::"}, "','"),
     ],
 )
@@ -211,18 +188,11 @@ def test_the_digest_tells_descriptions_apart_and_not_their_layout(tmp_path: Path
 
 
 def test_paths(tmp_path: Path) -> None:
-    file, same = site(tmp_path / "a"), site(tmp_path / "c")
-    other = site(tmp_path / "b", "south", classes=["ill", "well"])
-    for path, size, source, part in (
-        ("", 0, "csv", "data-path"),
-        (f"{file},{same}", 0, file, ""),
-        (f"{file},{other}", 0, tmp_path / "b" / "columns.toml", ""),
-        (str(file), 32, "csv", "image-size"),
-    ):
-        with wrong_data(source, part):
-            load_csv(path, size)
+    file, other = site(tmp_path / "a"), site(tmp_path / "b", "south", classes=["ill", "well"])
+    with wrong_data(tmp_path / "b" / "columns.toml"):
+        load_csv(f"{file},{other}", 0)
     (tmp_path / "a" / "columns.toml").unlink()
-    for path in (str(tmp_path / "gone.csv"), str(tmp_path), str(file)):
+    for path in (str(tmp_path / "gone.csv"), str(file)):
         with pytest.raises(DataNotFound):
             load_csv(path, 0)
 
@@ -256,9 +226,6 @@ def test_the_commands(tmp_path: Path) -> None:
     checked = run(app, ["doctor", "--run-config", f"dataset='csv' data-path='{tmp_path}' model='mlp' task='regression'"])
     assert checked.exit_code == 0, checked.output
     assert f"classes=1 channels={columns.inputs} image-size=1 columns-digest='{columns.digest}'" in checked.stdout
-    wrong = run(app, ["data", "columns", str(file), "--target", "outcom"])
-    assert wrong.exit_code == 2
-    assert "'outcom'" in wrong.output
     wrong_file = site(tmp_path / "wrong", rows=["1,x,1,no,a,1"])
     failed = run(app, ["doctor", "--run-config", f"dataset='csv' data-path='{wrong_file}' model='mlp'"])
     assert failed.exit_code == 1

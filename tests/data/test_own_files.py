@@ -27,8 +27,8 @@ def made(channels: int = 3, size: int = 8) -> Arrays:
 
 
 def npz(folder: Path, arrays: Arrays) -> str:
-    """Write an archive beside ``folder``, without the arrays that are None."""
-    np.savez(file := folder.with_suffix(".npz"), **{key: value for key, value in arrays.items() if value is not None})
+    """Write an archive beside ``folder``."""
+    np.savez(file := folder.with_suffix(".npz"), **arrays)
     return str(file)
 
 
@@ -69,9 +69,6 @@ import numpy as np, torch
 def table(n=6, features=5):
     rng = np.random.default_rng(0)
     return rng.normal(size=(n, features)), np.arange(n) % 3, rng.normal(size=(2, features)), np.array([0, 1])
-def images(shape):
-    x = np.zeros(shape, dtype=np.uint8)
-    return x, np.arange(len(x)), x[:2], np.array([1, 0])
 """
 ARCHIVED = (
     "def f(path):\n    archive = np.load(path)\n    return [archive[f'{what}_{split}'] for split in ('train', 'test') for what in 'xy']"
@@ -103,41 +100,15 @@ def test_several_are_domains_of_one_form(kind: str, write: Any, tmp_path: Path) 
     assert torch.equal(data.x_test[:2], torch.from_numpy(made(1)["x_test"])[:, None].expand(-1, 3, -1, -1))
     larger = write(tmp_path / "larger", made(3, size=10))
     assert load(kind, f"{grey},{larger}", 0 if kind == "npz" else 10).x_train.shape == (8, 3, 10, 10)  # the largest, or as asked
-    with wrong_data(grey):
-        load(kind, f"{grey},{write(tmp_path / 'other' / 'grey', made()) if kind == 'folder' else grey}")
-    with wrong_data(kind, "data-path"):
-        load(kind)
     with naming("gone", DataNotFound):
         load(kind, str(tmp_path / "gone"))
 
 
-@listed(
-    ("changes", "part"),
-    [
-        ({"y_test": None}, "y_test"),
-        ({"x_train": np.linspace(0, 1, 768).reshape(4, 8, 8, 3)}, "x_train"),
-        ({"x_test": np.zeros((2, 3, 8, 8), dtype=np.uint8)}, "x_test"),
-        ({"x_test": np.zeros((2, 9, 9, 3), dtype=np.uint8)}, "x_train and x_test"),
-        ({"y_train": np.full((4, 2), 2)}, "y_train and y_test"),
-        ({"y_train": np.zeros(4)}, "y_train and y_test"),
-        ({"y_train": np.array([0, 1, 65_536, 0])}, "y_train"),
-        ({"y_train": np.array([0, 1, 2, np.nan]), "y_test": np.zeros(2)}, "y_train"),
-        ({"y_train": np.array(["0", "1", "2", "1"])}, "y_train"),
-    ],
-)
-def test_malformed_arrays_are_named(tmp_path: Path, changes: Arrays, part: str) -> None:
-    path = npz(tmp_path / "bad", made() | changes)
-    with wrong_data(path, part):
-        load("npz", path)
-
-
-def test_files_that_are_no_archives_are_named(tmp_path: Path) -> None:
-    (tmp_path / "text.npz").write_text("not an archive")
-    (tmp_path / "empty.npz").write_bytes(b"")
-    np.save(tmp_path / "single.npy", np.zeros(3))
-    for name in ("text.npz", "empty.npz", "single.npy"):
-        with wrong_data(tmp_path / name):
-            load("npz", str(tmp_path / name))
+def test_malformed_arrays_are_named(tmp_path: Path) -> None:
+    for part, array in (("x_train", np.linspace(0, 1, 768).reshape(4, 8, 8, 3)), ("y_train", np.array(["0", "1", "2", "1"]))):
+        path = npz(tmp_path / part, made() | {part: array})
+        with wrong_data(path, part):
+            load("npz", path)
 
 
 class Harmful:
@@ -159,11 +130,6 @@ def test_no_code_is_run_from_an_archive(tmp_path: Path, capsys: pytest.CaptureFi
 # A function
 
 
-def changed(step: str) -> str:
-    """A function that returns a good table but for ``step``; x and y are of the training split, a and b of the test split."""
-    return f"def f(path):\n    x, y, a, b = table()\n    {step}\n    return x, y, a, b"
-
-
 def test_floats_are_used_as_they_are(own: Any) -> None:
     data = load(own("def f(path):\n    x, *rest = table()\n    return (x * float(path), *rest)"), "2")
     assert (data.classes, data.channels, data.image_size) == (3, 5, 1)
@@ -172,40 +138,11 @@ def test_floats_are_used_as_they_are(own: Any) -> None:
     assert to_input(data.x_train) is data.x_train
 
 
-def test_image_size_is_given_to_a_function_that_takes_it(own: Any) -> None:
-    sized = own(changed("x, a = (torch.rand(n, 1, image_size or 6, image_size or 6) for n in (6, 2))").replace("path", "path, image_size"))
-    assert (load(sized).image_size, load(sized, image_size=9).image_size) == (6, 9)
-    other = own(changed("x = x * scale").replace("path", "path, scale=1.0"))  # an option of another name is left alone
-    assert load(other, image_size=1).x_train.abs().max() > 0
-    with wrong_data(other):
-        load(other, image_size=7)
-
-
-@listed(
-    ("source", "part"),
-    [
-        ("def g(path): ...", ""),
-        ("def f(): ...", ""),
-        ("def f(path): raise KeyError('hospital')", ""),
-        ("def f(path): return table()[:3]", ""),
-        (changed("x = x.astype(int)"), "x_train"),
-        (changed("y = y[:5]"), "y_train"),
-        (changed("x[4, 2] = np.nan"), "x_train"),
-        (changed("a, b = a[:0], b[:0]"), "x_test"),
-        (changed("a, b = images((4, 8, 8, 3))[2:]"), "x_train and x_test"),
-        ("import no_such_package_at_all", ""),
-    ],
-)
-def test_a_wrong_function_is_named(own: Any, source: str, part: str) -> None:
-    name = own(source)
-    with wrong_data(name, part):
-        load(name)
-
-
-def test_a_function_that_misses_a_file_is_named(own: Any, tmp_path: Path) -> None:
-    name = own("def f(path):\n    open(path)")
-    with naming(name, DataNotFound):
-        load(name, str(tmp_path / "gone"))
+def test_a_wrong_function_is_named(own: Any) -> None:
+    for source in ("def f(): ...", "def f(path): raise KeyError('hospital')", "def f(path): return table()[:3]"):
+        name = own(source)
+        with wrong_data(name):
+            load(name)
 
 
 # A folder of images
@@ -230,15 +167,6 @@ def test_sites_agree_on_labels_only_by_a_shared_classes_txt(tmp_path: Path) -> N
     assert [(data.y_train.tolist(), data.y_test.tolist(), data.classes) for data in found] == [([1, 0], [0], 3), ([0, 2], [0], 3)]
 
 
-@pytest.mark.parametrize(
-    ("mode", "colour", "expected"), [("RGBA", (9, 8, 7, 0), [9, 8, 7]), ("1", 1, [255] * 3), ("LA", (9, 255), [9] * 3), ("L", 7, [7] * 3)]
-)
-def test_any_mode_becomes_colour_where_another_image_has_it(mode: str, colour: Any, expected: list[int], tmp_path: Path) -> None:
-    images(tmp_path, made())
-    draw(tmp_path / "test" / "b" / "b.png", colour, mode=mode)
-    assert load("folder", str(tmp_path)).x_test[1, :, 0, 0].tolist() == expected
-
-
 def test_resizing_crops_to_the_centre_and_does_not_distort(tmp_path: Path) -> None:
     images(tmp_path, made())
     wide = np.zeros((6, 14, 3), dtype=np.uint8)
@@ -252,11 +180,8 @@ def test_resizing_crops_to_the_centre_and_does_not_distort(tmp_path: Path) -> No
     [
         ("deep.png", Image.fromarray(np.full((8, 8), 3000, dtype=np.uint16))),  # converted, its pixels would saturate
         ("0.png", Image.new("RGB", (12, 12))),  # comes first, but the others outvote it
-        ("wide.png", Image.new("RGB", (12, 6))),
         ("notes.txt", b"hello"),
         ("cut.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"),
-        ("empty.jpg", b""),
-        ("folder", None),
     ],
 )
 def test_a_wrong_image_is_named_and_a_hidden_file_is_passed_over(name: str, content: Any, tmp_path: Path) -> None:
@@ -268,8 +193,6 @@ def test_a_wrong_image_is_named_and_a_hidden_file_is_passed_over(name: str, cont
     file = tmp_path / "train" / "a" / name
     if isinstance(content, Image.Image):
         content.save(file)
-    elif content is None:
-        file.mkdir()
     else:
         file.write_bytes(content)
     with wrong_data(file):

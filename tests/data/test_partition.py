@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -14,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fl_bn.data.batches import ClientTooSmall, distinct, draw_batches, epoch_batches
-from fl_bn.data.partition import classes_per_client, dirichlet, iid, label_counts, partition, similarity
+from fl_bn.data.batches import ClientTooSmall, distinct, draw_batches
+from fl_bn.data.partition import classes_per_client, dirichlet, label_counts, partition, similarity
 from tests.listed import listed
 from tests.refusals import naming
 
@@ -50,20 +48,6 @@ def test_every_sample_has_one_client(kind: str, parameter: Callable[[int], float
     assert same(parts, other) is fixed
     if kind.startswith("domain"):
         assert [np.unique(domains[part]).tolist() for part in parts] == [[client % 3] for client in range(clients)]
-
-
-def test_another_process_computes_the_same_partition() -> None:
-    code = (
-        "import numpy as np; from fl_bn.data.partition import dirichlet; np.random.seed(1);"
-        "print([p.tolist() for p in dirichlet(np.arange(60) % 3, 4, 0.5, 11)])"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert printed.strip() == str([part.tolist() for part in dirichlet(np.arange(60) % 3, 4, 0.5, 11)])
-
-
-def test_iid_is_even_in_size_and_nearly_in_classes() -> None:
-    assert {len(part) for part in iid(BALANCED, 7, seed=0)} == {85, 86}
-    assert label_counts(BALANCED, iid(BALANCED, 2, seed=0), 10).min() > 15
 
 
 @given(clients=st.integers(1, 15), k=st.integers(1, 10), seed=st.integers(0, 1000))
@@ -154,21 +138,14 @@ def test_masks_are_counted_by_pixel_and_divided_without_their_labels() -> None:
     ("arguments", "message"),
     [
         ({"kind": "random"}, "'random'"),
-        ({"clients": 601}, "601"),
         ({"kind": "classes", "parameter": 1.5}, "1.5"),
-        ({"kind": "classes", "parameter": 0}, "10"),
         ({"kind": "classes", "parameter": 11}, "11"),
-        ({"kind": "classes", "parameter": 2, "clients": 500}, "clients"),
-        ({"kind": "dirichlet", "parameter": 0}, "positive"),
         ({"kind": "dirichlet", "parameter": 0.5, "clients": 301}, "301 clients"),
         ({"kind": "similarity", "parameter": 1.1}, "1.1"),
-        ({"kind": "similarity", "parameter": float("nan")}, "nan"),
         ({"kind": "table", "parameter": 4, "clients": 6}, "5 clients"),
-        ({"kind": "table", "parameter": 4, "labels": BALANCED % 9}, "of 9"),
         ({"kind": "domain"}, "domains"),
         ({"kind": "natural", "domains": np.arange(600) % 4}, "4"),
         ({"kind": "dirichlet", "labels": np.zeros((600, 2, 3), dtype=int)}, "(2, 3)"),
-        ({"kind": "domain", "domains": np.arange(600) % 6}, "6 domains"),
     ],
 )
 def test_wrong_arguments_are_refused_with_the_reason(arguments: dict[str, Any], message: str) -> None:
@@ -214,10 +191,7 @@ def test_a_client_without_variance_and_wrong_arguments_are_refused_at_the_call()
         assert distinct(n, 4, epochs=1) == 0
         with naming(str(n), ClientTooSmall):
             draw_batches(n, 8, rng, epochs=1)
-    with naming("batch_size"):
-        epoch_batches(10, 1, rng)
-    for epochs, steps in ((0, 0), (1, 1), (-1, 2), (2, -1), (-1, 0)):
-        with naming(f"steps={steps}"):
-            draw_batches(10, 4, rng, epochs=epochs, steps=steps)
+    with naming("steps=1"):
+        draw_batches(10, 4, rng, epochs=1, steps=1)
     with naming("drop-last", ClientTooSmall):
         draw_batches(3, 4, rng, epochs=1, drop_last=True)

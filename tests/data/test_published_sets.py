@@ -1,15 +1,11 @@
-"""Published sets: made-up copies of each layout are read as they were written, and as their folders and lists say."""
+"""Data of the experiments: made-up copies of published sets are read as they were written, and shifts change what they should."""
 
 from __future__ import annotations
 
-import bz2
-import subprocess
-import sys
-import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
-from urllib.error import URLError
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,28 +14,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image as Picture
+from torch import Tensor
 
 from experiments import papers
 from experiments.data import image_folders as folders
 from experiments.data.cityscapes import Segmentation, load_cityscapes
 from experiments.data.connectomes import SITES, WINDOW, connectome, windows
 from experiments.data.listing import Image, split
+from experiments.data.shift import SHIFTS, Limit, limited, shifted
+from fl_bn.data.csv_files import TableData
 from fl_bn.data.dataset import DATASETS, DataNotFound, Dataset, load
 from fl_bn.task import IGNORE
 from tests.listed import listed
 from tests.refusals import naming
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise URLError("no network in tests")
-
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
-    for place in ("svhn", "utils"):  # made-up files have other hashes
-        monkeypatch.setattr(f"torchvision.datasets.{place}.check_integrity", lambda *_: True)
 
 
 def read(name: str, path: Path, image_size: int = 0) -> Dataset:
@@ -69,29 +58,9 @@ def mnist(root: Path, part: str, x: Array, y: Array) -> None:
         file.write_bytes(header + array.astype(np.uint8).tobytes())
 
 
-def usps(root: Path, part: str, x: Array, y: Array) -> None:
-    lines = [
-        f"{label + 1} " + " ".join(f"{i}:{pixel / 127.5 - 1:.0f}" for i, pixel in enumerate(image.flat, 1))
-        for image, label in zip(x, y, strict=True)
-    ]
-    (root / ("usps.bz2" if part == "train" else "usps.t.bz2")).write_bytes(bz2.compress("\n".join(lines).encode()))
-
-
-def mat(root: Path, file: str, x: Array, y: Array) -> None:
-    root.mkdir(parents=True, exist_ok=True)
-    scipy.io.savemat(root / file, {"X": x.transpose(1, 2, 3, 0), "y": y[:, None]})
-
-
-def svhn(root: Path, part: str, x: Array, y: Array) -> None:
-    mat(root, f"{part}_32x32.mat", x, np.where(y == 0, 10, y))  # the files call zero ten
-
-
 def synth(root: Path, part: str, x: Array, y: Array) -> None:
-    mat(root, f"synth_{part}_32x32.mat", x, y)
-
-
-def synth_from_one(root: Path, part: str, x: Array, y: Array) -> None:
-    synth(root, part, x, np.where(y == 0, 10, y))
+    labels = np.where(y == 0, 10, y)  # some files call zero ten
+    scipy.io.savemat(root / f"synth_{part}_32x32.mat", {"X": x.transpose(1, 2, 3, 0), "y": labels[:, None]})
 
 
 def mnist_m(root: Path, part: str, x: Array, y: Array) -> None:
@@ -102,32 +71,16 @@ def mnist_m(root: Path, part: str, x: Array, y: Array) -> None:
     (root / f"mnist_m_{part}_labels.txt").write_text("".join(lines))
 
 
-def tiny_imagenet(root: Path, part: str, x: Array, y: Array) -> None:
-    """Class 0 is n01, whatever the order of wnids.txt; test images are labelled by their annotations."""
-    root, lines = root / "tiny-imagenet-200", []
-    for number, (image, label) in enumerate(zip(x, y, strict=True)):
-        name = f"{part}_{number}.png"
-        draw(root / (f"train/n0{label + 1}/images" if part == "train" else "val/images") / name, image)
-        lines.append(f"{name}\tn0{label + 1}\t0\t0\t62\t62\n")
-    (root / "wnids.txt").write_text("n02\nn01\n")
-    if part == "test":
-        (root / "val/val_annotations.txt").write_text("".join(lines))
-
-
-WRITERS: dict[str, tuple[str, Callable[..., None], tuple[int, ...], int]] = {  # the set, and its images' shape and number of classes
-    "mnist": ("mnist", mnist, (28, 28), 10),
-    "usps": ("usps", usps, (16, 16), 10),
-    "svhn": ("svhn", svhn, (32, 32, 3), 10),
-    "synth-digits": ("synth-digits", synth, (32, 32, 3), 10),
-    "synth-digits, zero as ten": ("synth-digits", synth_from_one, (32, 32, 3), 10),
-    "mnist-m": ("mnist-m", mnist_m, (32, 32, 3), 10),
-    "tiny-imagenet": ("tiny-imagenet", tiny_imagenet, (64, 64, 3), 2),
+WRITERS: dict[str, tuple[Callable[..., None], tuple[int, ...]]] = {  # and the images' shape
+    "mnist": (mnist, (28, 28)),
+    "synth-digits": (synth, (32, 32, 3)),
+    "mnist-m": (mnist_m, (32, 32, 3)),
 }
 
 
-@pytest.mark.parametrize("case", WRITERS)
-def test_published_files_are_read_as_they_were_written(case: str, tmp_path: Path) -> None:
-    (name, write, shape, classes), rng = WRITERS[case], np.random.default_rng(0)
+@pytest.mark.parametrize("name", WRITERS)
+def test_published_files_are_read_as_they_were_written(name: str, tmp_path: Path) -> None:
+    (write, shape), rng = WRITERS[name], np.random.default_rng(0)
     written = {}
     for part, labels in (("train", [0, 0, 1]), ("test", [1, 0])):
         x = 255 * rng.integers(0, 2, (len(labels), *shape), dtype=np.uint8)
@@ -137,11 +90,11 @@ def test_published_files_are_read_as_they_were_written(case: str, tmp_path: Path
     for part, (images, labels) in written.items():
         assert torch.equal(getattr(data, f"x_{part}"), images)
         assert getattr(data, f"y_{part}").tolist() == labels
-    assert (data.name, data.classes, data.domains) == (name, classes, ())
+    assert (data.name, data.classes, data.domains) == (name, 10, ())
     assert read(name, tmp_path, 20).x_test.shape[2:] == (20, 20)
 
 
-@listed("name", ["cifar10", "cifar100", "mnist", "svhn", "usps", "synth-digits", "mnist-m", "tiny-imagenet", "pacs", "cityscapes", "abide"])
+@listed("name", ["synth-digits", "mnist-m", "tiny-imagenet", "pacs", "cityscapes", "abide"])
 def test_missing_files_are_named_and_nothing_is_written(name: str, tmp_path: Path) -> None:
     with naming(str(tmp_path), DataNotFound):
         read(name, tmp_path)
@@ -153,14 +106,6 @@ def test_every_set_is_on_the_page_and_is_loaded_once() -> None:
     assert [name for name in DATASETS if f"`{name}`" not in text and name not in ("npz", "folder", "csv")] == []
     assert load("digits") is load(name="digits", path="", image_size=0)
     assert load("digits") is not load("digits", image_size=24)
-
-
-@pytest.mark.slow
-def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
-    code = "import sys, fl_bn.data.dataset, fl_bn.data.partition, fl_bn.models.build; print(*sys.modules)"
-    modules = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert "fl_bn.data.dataset" in modules
-    assert not {"torchvision", "sklearn", "pandas", "flwr", "matplotlib"} & set(modules)
 
 
 # Domains and classes as folders
@@ -194,11 +139,8 @@ def test_domains_and_classes_are_what_the_folders_say(name: str, tmp_path: Path)
     assert torch.equal(read(name, tmp_path / top, 8).x_train, data.x_train)
 
 
-@pytest.mark.parametrize(
-    ("name", "lists"),
-    [("domainnet", ("{}_train.txt", "{}_test.txt")), ("pacs", ("splits/{}_train_kfold.txt", "splits/{}_crossval_kfold.txt"))],
-)
-def test_published_lists_decide_the_split(name: str, lists: tuple[str, str], tmp_path: Path) -> None:
+def test_published_lists_decide_the_split(tmp_path: Path) -> None:
+    name, lists = "pacs", ("splits/{}_train_kfold.txt", "splits/{}_crossval_kfold.txt")
     domains, classes, _ = DOMAINS[name]
     domain_folders(tmp_path, name)
     (tmp_path / "splits").mkdir()
@@ -210,13 +152,9 @@ def test_published_lists_decide_the_split(name: str, lists: tuple[str, str], tmp
     assert data.x_train[:, 2, 0, 0].unique().tolist() == [0]  # blue counts images: only the listed ones
     assert data.x_test[:, 2, 0, 0].unique().tolist() == [1]
     assert torch.equal(data.x_test[:, 1, 0, 0].long(), data.y_test)  # numbers from 1 are not taken for labels
-    first, image = tmp_path / lists[1].format(domains[0]), f"{domains[0]}/{classes[0]}"
-    for line, error, word in ((f"{image}/gone.png 0", DataNotFound, "gone.png"), (f"../{image}/0.png 1", ValueError, "line 1")):
-        first.write_text(line)
-        with naming(word, error):
-            read(name, tmp_path, 8)
-    first.unlink()
-    with naming(first.name, DataNotFound):
+    first = tmp_path / lists[1].format(domains[0])
+    first.write_text(f"../{domains[0]}/{classes[0]}/0.png 1")
+    with naming("line 1"):
         read(name, tmp_path, 8)
 
 
@@ -255,17 +193,6 @@ def test_pooled_domains_are_divided_anew_four_to_one(five: Path) -> None:
     assert pooled.domains == plain.domains
     whole = [torch.cat([one.y_train, one.y_test]).bincount(minlength=10) for one in (plain, pooled)]
     assert torch.equal(whole[0], whole[1])
-
-
-def test_the_real_sets_are_taken_before_stand_ins(five: Path) -> None:
-    x = np.zeros((3, 32, 32, 3), dtype=np.uint8)
-    for part in ("train", "test"):
-        synth(five / "SynthDigits", part, x, np.array([1, 2, 3]))
-        svhn(five / "SVHN", part, x, np.array([4, 5, 6]))
-        mnist_m(five / "MNIST-M", part, x, np.array([7, 3, 5]))
-    data = read("digits-five", five)
-    assert data.domains == ("SVHN", "USPS", "SynthDigits", "MNIST-M", "MNIST")
-    assert [data.y_train[data.domain_train == d].tolist() for d in (0, 2, 3)] == [[4, 5, 6], [1, 2, 3], [7, 3, 5]]
 
 
 # Connectomes
@@ -346,20 +273,79 @@ def test_cityscapes(cityscapes: Path) -> None:
     expected[2:6, 2:8], expected[2:6, 8:14] = 0, 10
     assert torch.equal(data.y_train[0], expected)
     assert data.y_test.unique().tolist() == [18]
-    smaller, larger = (load_cityscapes(str(cityscapes), size).y_train for size in (4, 16))
-    assert smaller.shape == (3, 4, 8)
+    smaller = load_cityscapes(str(cityscapes), 4).y_train
     assert smaller.unique().tolist() == [0, 10, IGNORE]  # the nearest pixel: an average of road and sky would be another class
-    assert torch.equal(larger[:, ::2, ::2], data.y_train)
 
 
-MASK, IMAGE = "gtFine/train/bochum/bochum_000002_000019_gtFine_labelIds.png", "leftImg8bit/val/lindau/lindau_000000_000019_leftImg8bit.png"
+# Domains made by shifts, and the limit per domain
 
 
-@pytest.mark.parametrize(("file", "content"), [(MASK, flat(1)), (MASK, flat(1)[..., 0]), (MASK, None), (IMAGE, None)])
-def test_wrong_files_of_cityscapes_are_named(file: str, content: Any, cityscapes: Path) -> None:
-    path = cityscapes / file
-    path.unlink()
-    if content is not None:
-        draw(path, content)  # in colour, or of another form than 1 to 2
-    with naming(str(path.parents[1]), DataNotFound if content is None else ValueError):
-        load_cityscapes(str(cityscapes), 0)
+NAMES = [name for name in SHIFTS if name != "none"]
+
+
+def made_up(train: int = 20, test: int = 6, channels: int = 3, size: int = 8) -> Dataset:
+    """Images whose first pixel counts them."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (train + test, channels, size, size), generator=rng, dtype=torch.uint8)
+    x[:, 0, 0, 0] = torch.arange(train + test)
+    y = torch.arange(train + test) % 3
+    return Dataset("made-up", x[:train], y[:train], x[train:], y[train:], classes=3)
+
+
+@given(train=st.integers(4, 40), domains=st.integers(1, 3), seed=st.integers(0, 99))
+def test_training_samples_are_divided_equally_and_test_samples_repeated(train: int, domains: int, seed: int) -> None:
+    data = made_up(train)
+    names = ["none", "invert", "pixels"][:domains]
+    found = shifted(data, names, seed)
+    assert found.domains == tuple(names)
+    sizes = found.domain_train.bincount()
+    assert sizes.max() - sizes.min() <= 1
+    first = found.x_train[:, 0, 0, 0].long()
+    numbers = torch.where(found.domain_train == 1, 255 - first, first)
+    assert sorted(numbers.tolist()) == list(range(train))  # disjoint, and all of them
+    assert torch.equal(found.y_train, numbers % 3)
+    assert torch.equal(found.y_test, data.y_test.repeat(domains))
+    assert torch.equal(found.x_test[: len(data.x_test)], data.x_test)
+
+
+def only(name: str, x: Tensor) -> Tensor:
+    data = Dataset("x", x, torch.zeros(len(x), dtype=torch.int64), x, torch.zeros(len(x), dtype=torch.int64), classes=1)
+    return shifted(data, [name], 0).x_test
+
+
+def test_what_each_shift_does() -> None:
+    x = made_up(16).x_train
+    assert torch.equal(only("invert", x), 255 - x)
+    assert torch.equal(only("dark", x), x // 4)
+    fog = only("contrast", x)
+    assert (int(fog.min()), int(fog.max())) == (127, 212)
+    assert abs(float((only("noise", torch.full_like(x, 128)).float() - 128).std()) - 40) < 1.5
+    flat = torch.full((2, 3, 9, 9), 77, dtype=torch.uint8)
+    assert torch.equal(only("blur", flat), flat)
+    assert torch.equal(only("edges", flat), torch.full_like(flat, 255))
+    assert only("blur", x).float().std() < 0.5 * x.float().std()
+    coarse = only("pixels", x)
+    assert torch.equal(coarse[..., ::2, ::2], coarse[..., 1::2, 1::2])
+    red, green, blue = only("colour", torch.full_like(x, 200)).float().mean((0, 2, 3)).tolist()
+    assert red > green > blue
+    black = torch.zeros_like(x)
+    assert only("background", black).float().std() > 20  # a black image is all photograph
+    assert torch.equal(255 - only("background", 255 - black), only("background", black))
+
+
+TABLE = TableData("t", torch.rand(4, 3), torch.zeros(4, dtype=torch.int64), torch.rand(2, 3), torch.zeros(2, dtype=torch.int64), 1)
+
+
+def test_wrong_shifts_are_refused() -> None:
+    for data, names, word in ((made_up(), ["sepia"], "shifts"), (TABLE, ["blur"], "x_train")):
+        with naming(word):
+            shifted(data, names, 0)
+
+
+def test_a_share_of_each_domain_is_kept_whatever_its_size() -> None:
+    domains = torch.tensor([0] * 20 + [1] * 10)
+    uneven = replace(made_up(30), domains=("a", "b"), domain_train=domains, domain_test=torch.zeros(6, dtype=torch.int64))
+    for limit, sizes in ((Limit(share=0.3), [6, 3]), (Limit(5), [5, 5]), (Limit(5, share=0.3), [5, 3])):
+        assert limited(uneven, limit, 0).domain_train.bincount().tolist() == sizes
+    assert [Limit(share=0.1).of(n) for n in (79431, 7438, 391162, 56000)] == [7943, 743, 39116, 5600]  # FedBN, Table 15
+    assert Limit(share=0.29).of(100) == 29  # in floating point 28.999...

@@ -77,8 +77,6 @@ def test_commands_exist(page: Path) -> None:
         ("fl-bn rum", "there is no command"),
         ("fl-bn run --rounds 5", "No such option"),
         ("cd x && fl-bn recalibrate", "Missing"),
-        ("frobnicate", "no program"),
-        ("pip install -e '.[nothing]'", "no extra"),
         ("python benchmarks/gpu.py --quickly", "no option"),
         ("python -m tests.nothing", "no module"),
         ("X=1 fl-bn run --run-config \"rounds=1\n    metod='fbn'\"  # twice\n", "metod"),

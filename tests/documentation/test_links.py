@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 from pathlib import Path
 
 from fl_bn.methods import METHODS
@@ -47,18 +46,6 @@ def test_numbers_are_those_of_the_results(page: Path) -> None:
         results = [(page.parent / link).resolve() for link in LINK.findall(line) if "/results/" in link and link.endswith(".md")]
         text = "".join(plain(file) for file in results) or EVIDENCE
         assert [number for number in SPREAD.findall(line) if number not in text] == [], line
-
-
-def test_the_package_index_gets_absolute_links() -> None:
-    """No relative link is left, and each leads to where the file is."""
-    readme, index = (ROOT / "README.md").read_text(), "https://example.org/fl-bn"
-    found = LINK.findall(runpy.run_path(str(ROOT / "setup.py"))["absolute"](readme, index))
-    files = [link for link in found if link.startswith(index)]
-    assert [link for link in found if not link.startswith("https://")] == []
-    assert len(files) == sum(not link.startswith("https://") for link in LINK.findall(readme)) > 30
-    paths = [re.sub(f"^{index}/(blob|raw)/HEAD/|#.*", "", link) for link in files]
-    assert [path for path in paths if not (ROOT / path).exists()] == []
-    assert f"{index}/raw/HEAD/docs/pictures/what-goes-wrong.png" in files
 
 
 def test_every_method_has_its_place() -> None:

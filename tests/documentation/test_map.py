@@ -11,9 +11,7 @@ from scipy.stats import t
 
 from experiments.marks import replaced
 from fl_bn.advise import regimes
-from fl_bn.run.config import ConfigError
 from tests.documentation.pages import ROOT
-from tests.refusals import naming
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import own_map
@@ -40,11 +38,6 @@ def test_the_recommendation_is_that_of_the_cells(page: Path) -> None:
     for place in [place for place in lines if place.phase == own_map.TEST and place.method == "hbn"]:
         lines[place] /= 2  # control: other numbers, another page
     assert replaced(text, pages.MARK, pages.recommendation(made(lines), pages.WHERE[page])) != text
-
-
-def test_a_page_without_marks_is_refused() -> None:
-    with naming("<!-- map -->", ConfigError):
-        replaced("# Page\n", "map", "table\n")
 
 
 def test_the_least_difference_that_tells_apart_by_hand() -> None:

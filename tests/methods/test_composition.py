@@ -13,24 +13,17 @@ from torch.optim import SGD
 
 from fl_bn import Federation
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
-from fl_bn.methods import METHODS
+from fl_bn.methods import METHODS, Method, Role
 from fl_bn.objectives import OBJECTIVES
 from tests.doors.doors import Rounds, Tensors
 from tests.federation import random_samples
-from tests.listed import COMMON, common_first, listed, slow
+from tests.listed import COMMON, common_first, slow
 from tests.networks import NETWORKS, seeded_network
-from tests.refusals import naming
 
 SAMPLES = [random_samples(12, brightness=i / 2, seed=i) for i in range(3)]
 CLIENTS = [[(own.x[i::2] / 127.5 - 1, own.y[i::2]) for i in range(2)] for own in SAMPLES]
 ON: dict[str, dict[str, Any]] = {"moon": {"mu": 2.0}, "fedprox": {"mu": 0.5}}
 OFF = {"fedprox": {"mu": 0.0}, "moon": {"mu": 0.0}, "fedsam": {"rho": 0.0}, "scaffold": {"strength": 0.0}}
-FEDTAN = ("fedtan", "fedtan2", "fedavg-alg2")
-REFUSED = [
-    *((method, objective) for method in FEDTAN for objective in ("scaffold", "fedsam")),
-    *(("single", objective) for objective in ("fedprox", "scaffold", "moon")),
-]
-"""Methods that compute an exact step of the union, or share no weights, with objectives that need the contrary."""
 Cell = tuple[str, str, str, str]
 
 
@@ -60,10 +53,15 @@ def made(*cell: str, rounds: int = 3, **strength: float) -> tuple[Rounds, list[A
     return found, records
 
 
+def refused(method: Method) -> tuple[str, ...]:
+    """Return the objectives that need the contrary of an exact step of the union, or of weights that stay at home."""
+    return ("scaffold", "fedsam") if method.exchanges else () if method.shares(Role.WEIGHT) else ("fedprox", "scaffold", "moon")
+
+
 def pairwise() -> Iterator[Cell]:
     """Yield combinations in which any two choices occur together that are allowed together."""
     for i, method in enumerate(METHODS):
-        allowed = [objective for objective in OBJECTIVES if (method, objective) not in REFUSED]
+        allowed = [objective for objective in OBJECTIVES if objective not in refused(METHODS[method]())]
         for j, server in enumerate(SERVER_OPTIMIZERS):
             if method != "single" or server == "fedavg":  # whose clients share nothing on which a server could step
                 yield method, allowed[(i + j) % len(allowed)], server, [*NETWORKS][(i // 2 + j + j // len(allowed)) % 2]
@@ -94,14 +92,6 @@ def test_any_two_go_together(cell: Cell) -> None:
         assert not before or not identical(of_statistics(before, False), of_statistics(after, False))
 
 
-@listed(("method", "objective"), REFUSED)
-def test_what_makes_no_sense_together_is_refused(method: str, objective: str) -> None:
-    with naming(objective):
-        federation(method, objective)
-    federation("fedavg", objective)
-    federation(method)
-
-
 @pytest.mark.sample("[fixbn", "[hbn", "[fbn")
 @pytest.mark.parametrize("method", common_first(name for name in METHODS if name != "single"))
 def test_statistics_do_not_pass_a_server_optimizer(method: str) -> None:
@@ -117,11 +107,11 @@ def test_statistics_do_not_pass_a_server_optimizer(method: str) -> None:
 
 @pytest.mark.sample("[fbn-", "[fedtan-", "[fedavg-")
 @pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("method", ["fedavg", "fedbn", "hbn", "fbn", "fixbn", "gn", "fedtan", "single"])
+@pytest.mark.parametrize("method", COMMON)
 def test_an_objective_of_strength_0_is_none_bit_for_bit(method: str, network: str) -> None:
     plain, records = made(method, "none", "fedavg", network, rounds=2)
     variants = [((objective, "fedavg"), off) for objective, off in OFF.items()]  # also what is refused where it is on
-    variants += [(("none", server), {"momentum": 0.0}) for server in ("fedavgm", "fedacg") if method != "single"]
+    variants += [(("none", server), {"momentum": 0.0}) for server in ("fedavgm", "fedacg")]
     for chosen, off in variants:
         found, others = made(method, *chosen, network, rounds=2, **off)
         assert all(identical(a, b) for a, b in zip(found, plain, strict=True)), chosen

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fl_bn.federation.settings import Schedule
-from fl_bn.methods import METHODS, Method, Phase, freeze
+from fl_bn.methods import METHODS, Method, freeze
 from fl_bn.run.config import RunConfig
 from tests.listed import listed
 
@@ -54,20 +54,6 @@ def test_what_the_schedule_dropped_is_not_dropped_again() -> None:
     assert rates(fixbn(), SCHEDULES["step, gentle"])[4] == pytest.approx(0.1 * BASE)  # control: a drop that is too small
     late = [0.0] * (ROUNDS // 2) + [BASE] * (ROUNDS - ROUNDS // 2)  # a share of nothing is no limit
     assert rates(fixbn(), lambda round, rounds: late[round - 1]) == late
-
-
-def test_the_calendar_and_what_is_out_of_range() -> None:
-    def frozen(method: Method, rounds: int) -> list[bool]:
-        return [method.phase(number, rounds) is Phase.FROZEN for number in range(1, rounds + 1)]
-
-    assert frozen(fixbn(), 5) == [False, False, True, True, True]
-    assert frozen(fixbn(freeze_after=0), 2) == [True, True]
-    assert frozen(fixbn(freeze_after=2), 3) == [False, False, True]
-    with pytest.raises(ValueError, match="freeze_after must be -1 or >= 0"):
-        fixbn(freeze_after=-2)
-    for wrong in (-0.1, 1.5):
-        with pytest.raises(ValueError, match="frozen_rate must be 0 or"):
-            fixbn(frozen_rate=wrong)
 
 
 def test_the_run_config_s_key() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fl_bn import convert, local_round, server_state
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
@@ -58,13 +56,6 @@ def test_they_are_random_ones() -> None:
     assert float(found["moments"]["1.var"].min()) > 10 * float(alone["moments"]["1.var"].max())
 
 
-def test_batches_of_one_s_own_are_all_measured() -> None:
-    own = [(torch.randn(25, 3, 8, 8), torch.zeros(25, dtype=torch.long))] * 4
-    with local_round(convert(network(), hbn()), hbn(), server_state(network(), hbn(), rounds=2).instruction()) as round:
-        round.measure(own)
-        assert round.statistics_pass.samples == 100
-
-
 def test_by_default_all_clients_are_asked(tiny_clients: Callable[..., list[Samples]]) -> None:
     ran = run(hbn(), tiny_clients((4, 7, 5, 6)), 1, policy={"fraction": 0.5})
     assert sum(m.metadata.message_type == "query.statistics" and m.metadata.group_id == "1" for m in ran.grid.sent) == 4
@@ -72,20 +63,6 @@ def test_by_default_all_clients_are_asked(tiny_clients: Callable[..., list[Sampl
     assert not hbn().other_fraction(1.0)
     assert not hbn(fraction=0.5).other_fraction(0.5)
     assert [hbn(lam=lam).refresh.value for lam in (1.0, 0.99, 0.01)] == ["exact", "hybrid", "hybrid"]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mixing": "none"},
-        {"evaluate": "one"},
-        {"stat_samples": 1},
-        {"lower_layers": "batch"},
-    ],
-)
-def test_an_option_out_of_range_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="|".join(options)):
-        hbn(**options)
 
 
 def test_sums_alone_cannot_do_what_needs_single_reports(tiny_clients: Callable[..., list[Samples]]) -> None:

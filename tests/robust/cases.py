@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fl_bn.robust import RULES, Outcome, Report, median
+from fl_bn.robust import RULES, Outcome, median
 
 Array = np.ndarray
 
@@ -37,31 +34,17 @@ def least(name: str, f: int) -> int:
     return 2 * count - 1 if name.startswith("bucketing") else count
 
 
-@dataclass(frozen=True)
+@dataclass
 class Cohort:
-    """Hold the rows of honest clients and of liars.
+    """Hold the rows of honest clients and of liars."""
 
-    Attributes:
-        honest: The honest rows, (n - f, d).
-        lies: The directions of the lies, (f, d). No coordinate is near 0.
-        places: The position of each row in the input, (n,): first of the honest rows, then of the lies.
-    """
+    honest: Array  # (n - f, d)
+    lies: Array  # their directions, (f, d); no coordinate is near 0
+    places: Array  # the position of each row in the input, (n,): first of the honest rows, then of the lies
 
-    honest: Array
-    lies: Array
-    places: Array
-
-    @property
-    def f(self) -> int:
-        return len(self.lies)
-
-    @property
-    def n(self) -> int:
-        return len(self.places)
-
-    @property
-    def liars(self) -> list[int]:
-        return sorted(int(i) for i in self.places[len(self.honest) :])
+    def __post_init__(self) -> None:
+        self.f, self.n = len(self.lies), len(self.places)
+        self.liars = sorted(int(i) for i in self.places[len(self.honest) :])
 
     def spread(self, values: Array) -> Array:
         """Return ``values`` in the order of the input. ``values`` has those of the honest rows first, then those of the lies."""
@@ -72,10 +55,6 @@ class Cohort:
     def rows(self, size: float, dtype: str = "float64") -> Array:
         """Return the input (n, d), in which the lies are multiplied by ``size``."""
         return self.spread(np.vstack([self.honest, self.lies * size])).astype(dtype)
-
-    @property
-    def diameter(self) -> float:
-        return float(apart(self.honest).max())
 
 
 @st.composite
@@ -108,14 +87,6 @@ def close(got: Any, want: Any, tolerance: float = 1e-9) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * largest)
 
 
-def same_report(got: Report, want: Report, order: Array | None = None, tolerance: float = 1e-6) -> None:
-    """Check that two reports agree, where row i of ``got`` is row ``order[i]`` of ``want``."""
-    order = np.arange(len(want.distances)) if order is None else order
-    assert {int(order[i]) for i in got.rejected} == set(want.rejected)
-    assert {int(order[i]) for i in got.far} == set(want.far)
-    close(got.distances, want.distances[order], tolerance)
-
-
 def mixed_rows(preaggregation: Callable[..., Outcome], rows: Any, f: int, **options: Any) -> Array:
     """Return the rows that a pre-aggregation passes to the rule after it, which need not be one of ours."""
     seen: list[Array] = []
@@ -126,11 +97,3 @@ def mixed_rows(preaggregation: Callable[..., Outcome], rows: Any, f: int, **opti
 
     preaggregation(rows, f, then=spy, **options)
     return seen[0]
-
-
-@contextmanager
-def narrow_blocks() -> Iterator[None]:
-    """Let the rules divide their input into the narrowest blocks, of 64 columns, inside the block."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["fl_bn.robust.gram"], "BLOCK_BYTES", 1)  # the package has a function of this name, too
-        yield

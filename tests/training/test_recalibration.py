@@ -1,27 +1,22 @@
-"""Re-calibration in plain torch: layers 1..p are exact after pass p, all after L; and one client's walk, layer by layer."""
+"""Re-calibration in plain torch: layers 1..p are exact after pass p, all after L. Layer by layer over Flower: tests/flower."""
 
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_bn import convert
-from fl_bn.exchange.call import Answer, ExchangeFailed, Key, Quantity
-from fl_bn.federation.client_pass import in_order, layer_by_layer
-from fl_bn.methods import METHODS, Role
-from tests.federation import random_samples, union
-from tests.listed import listed
+from fl_bn.bn.moments import Running
+from fl_bn.bn.roles import batch_norms
+from fl_bn.data.dataset import to_input
+from fl_bn.federation.aggregation import running_statistics
+from fl_bn.federation.local import Samples
+from fl_bn.federation.recalibration import recalibrate
+from tests.federation import union
 from tests.networks import Wired, seeded_network
-from tests.refusals import naming
-from tests.training.core import Moments, Running, Samples, batch_norms, recalibrate, running_statistics, to_input, why_not
 
 Clients = Callable[..., list[Samples]]
 EXACT = 1e-11  # relative to a layer's scale, in float64
@@ -141,34 +136,6 @@ def test_a_network_that_registers_its_layers_in_another_order_takes_more_passes(
     assert max(off(running_statistics(fewer), true).values()) > 1e-4  # control: as many as in order are not enough
 
 
-NOBODY = [Samples(torch.empty(0, 3, 8, 8), torch.empty(0, dtype=torch.int64))]
-
-
-@listed(
-    ("model", "clients", "word"),
-    [
-        pytest.param(nn.Sequential(nn.Flatten(), nn.Linear(192, 4)), [random_samples(4)], "", id="no BatchNorm"),
-        pytest.param(nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False)), [random_samples(4)], "", id="no statistics"),
-        pytest.param(nn.Sequential(nn.BatchNorm2d(3)), [], "sample", id="no client"),
-        pytest.param(nn.Sequential(nn.BatchNorm2d(3)), NOBODY, "sample", id="no sample"),
-    ],
-)
-def test_what_cannot_be_recalibrated_is_refused(model: nn.Module, clients: list[Samples], word: str) -> None:
-    with naming(word):
-        recalibrate(model, clients)
-
-
-@listed("name", METHODS)
-def test_methods_without_shared_statistics_are_refused_with_the_reason(name: str) -> None:
-    method = METHODS[name]()
-    converted = convert(seeded_network("cnn"), method)
-    reason = why_not(converted, method)
-    keeps = method.keeps(Role.STATISTIC) or method.local_in is not None
-    assert bool(reason) == (not batch_norms(converted) or keeps)
-    assert ("at the clients" in reason) == keeps
-    assert bool(why_not(converted, method, trains=True)) == (not batch_norms(converted) or not method.shares(Role.STATISTIC))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_is_exact_already_is_left_after_one_pass(dtype: torch.dtype, clients: list[Samples]) -> None:
     model = network("resnet", dtype)
@@ -179,82 +146,3 @@ def test_what_is_exact_already_is_left_after_one_pass(dtype: torch.dtype, client
     after = running_statistics(model)
     assert all(torch.equal(before[k].mean, after[k].mean) and torch.equal(before[k].var, after[k].var) for k in before)
     assert len(recalibrate(model, clients[:-1])) > 1  # control: other data
-
-
-MEMORY = 2**20
-
-
-class Alone:
-    """An exchange of one client, which gets what it sent, its variances unbiased. ``failing``: the exchange that is given up."""
-
-    def __init__(self, failing: int = -1) -> None:
-        self.batch, self.seconds, self.failing = 1, 0.0, failing
-        self.asked: list[tuple[Key, Tensor, int]] = []
-        self.closed: list[str] = []
-
-    def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
-        if len(self.asked) == self.failing:
-            raise ExchangeFailed("a client died")
-        self.asked.append((key, local, count))
-        mean, var = local.chunk(2)
-        return Answer(torch.cat([mean, var * (count / (count - 1))]), count, 1)
-
-    def close(self, error: str = "") -> None:
-        self.closed.append(error)
-
-
-def batches(sizes: tuple[int, ...] = (4, 3, 5)) -> Callable[[], Iterator[Tensor]]:
-    rng = np.random.default_rng(5)
-    held = [torch.from_numpy(rng.normal(i, 1 + i, (n, 3, 8, 8))) for i, n in enumerate(sizes)]
-    return lambda: iter(held)
-
-
-def walk(model: nn.Module, inputs: Callable[[], Any], exchange: Alone | None = None) -> dict[str, Moments]:
-    problem, drawn = in_order(model, batch_norms(model), inputs, call, MEMORY)
-    assert problem == ""
-    return layer_by_layer(model, batch_norms(model), drawn, exchange or Alone(), call)
-
-
-def call(model: nn.Module, x: Any) -> Any:
-    return model(x)
-
-
-def test_the_limit_of_memory_counts_the_activations_of_all_batches_which_are_computed_once() -> None:
-    """Per sample three times the largest input of a layer, and the input of the network: 4 * 3 * 64 float64."""
-    held, seen = 12 * 4 * 3 * 64 * 8, []
-    model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3)).double()
-    for memory, problem in ((held, ""), (held - 1, "GiB")):
-        found, _ = in_order(model, batch_norms(model), batches(), call, memory)
-        assert problem in found
-        assert bool(found) is bool(problem)
-    for layer in batch_norms(model).values():
-        layer.register_forward_pre_hook(lambda layer, args: seen.append(len(args[0])))
-    exchange = Alone()
-    walk(model, batches(), exchange)
-    assert sum(seen) == 3 * (12 + 2)  # all batches, and two samples of the look
-    assert [key for key, _, _ in exchange.asked] == [Key(name, Quantity.STATISTICS) for name in "024"]
-
-
-@pytest.mark.parametrize("failing", [-1, 0, 2])
-def test_nothing_of_the_model_changes_and_no_thread_is_left(failing: int) -> None:
-    model = network("chain").train()
-    before, threads, exchange = running_statistics(model), set(threading.enumerate()), Alone(failing)
-    with nullcontext() if failing < 0 else pytest.raises(ExchangeFailed):
-        walk(model, batches(), exchange)
-    assert exchange.closed == ["" if failing < 0 else "ExchangeFailed('a client died')"]
-    after = running_statistics(model)
-    assert all(torch.equal(before[k].mean, after[k].mean) and torch.equal(before[k].var, after[k].var) for k in before)
-    assert all(module.training for module in model.modules())
-    assert not any(module._forward_pre_hooks for module in model.modules())
-    assert not set(threading.enumerate()) - threads
-
-
-def test_a_network_without_an_order_of_layers_gives_the_exchange_up_or_says_why() -> None:
-    exchange, norms = Alone(), {"left": nn.BatchNorm2d(3), "right": nn.BatchNorm2d(3)}
-    with pytest.raises(ExchangeFailed):  # batches of four samples take another way than all others
-        walk(Wired(lambda net, x: net.left(x) if len(x) == 4 else net.right(x), **norms).double(), batches(), exchange)
-    assert "no fixed order" in exchange.closed[0]
-    x, norm = torch.rand(4, 3, 8, 8), nn.BatchNorm2d(3)
-    for model, inputs in ((nn.Sequential(norm, nn.ReLU(), norm), lambda: [x]), (nn.ReLU(), lambda: [x]), (norm, list)):
-        assert in_order(model, batch_norms(model), inputs, call, MEMORY)[0]
-    assert in_order(norm, batch_norms(norm), lambda: [x], call, MEMORY)[0] == ""  # control

@@ -1,11 +1,11 @@
-"""The server: replies added one by one to the average, in whatever order they come, and its step, drift and combination of statistics.
+"""The server: replies added one by one to the average, in whatever order they come, its drift and combination of statistics, its defence.
 
-Its optimizers are compared with their papers in tests/oracles.
+Optimizers and robust updates are compared with their papers in tests/oracles, attacked rounds are in tests/flower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 
@@ -14,13 +14,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_bn.bn.moments import Moments, Running
-from fl_bn.federation.aggregation import BLOCK, largest
+from fl_bn.bn.moments import Moments, Running, weighted_mean
+from fl_bn.federation.aggregation import BLOCK, NO_DEFENCE, Defence, Drift, TooFew, average, combine
+from fl_bn.federation.optimizers import server_optimizer
+from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.replies import Intake
+from fl_bn.federation.server import Server
+from fl_bn.federation.values import Reply, RoundReplies
 from fl_bn.methods import METHODS, LayerReports
+from fl_bn.robust import RULES, rule_named
 from tests.listed import listed
 from tests.networks import seeded_network
-from tests.training.core import Drift, Reply, RoundReplies, Server, ServerPolicy, average, combine, difference, server_optimizer
 
 SIZES = (3.0, 7.0, 5.0, 2.0)
 
@@ -71,15 +75,6 @@ def test_blocks_change_no_bit_of_the_average_of_any_tensor() -> None:
     assert same(average([alone] * 4, SIZES), {name: t.double() for name, t in alone.items()})  # what nobody trained stays as it is
 
 
-@listed("at", ["small", "other", "half", "large"])
-def test_the_largest_value_is_found_in_any_tensor(at: str) -> None:
-    tensors = {"small": torch.ones(3), "other": torch.ones(2, 2), "half": torch.ones(2).half(), "large": torch.ones(BLOCK + 1)}
-    tensors |= {"whole": torch.full((2,), 9), "empty": torch.ones(0)}
-    assert largest(tensors.values()) == 1.0
-    tensors[at].view(-1)[-1] = -3.0
-    assert largest(tensors.values()) == 3.0
-
-
 def replies(parts: Sequence[dict[str, Tensor]]) -> list[Reply]:
     return [Reply(i, {"weights": dict(part)}, int(w), int(w)) for i, (part, w) in enumerate(zip(parts, SIZES, strict=True))]
 
@@ -110,57 +105,20 @@ def test_the_order_of_arrival_changes_no_bit_nor_does_a_client_that_is_missing(h
 # The server's round
 
 
-def honest(made: Server) -> Iterator[Reply]:
-    sections = made.shared.sections()
-    for client in range(4):
-        moved = {s: {k: t + 0.01 * (client + 1) if t.is_floating_point() else t for k, t in part.items()} for s, part in sections.items()}
-        most = max(float(t.abs().max()) for part in moved.values() for t in part.values())
-        yield Reply(client, moved, 10, 10, {"steps": 2.0, "loss": 1.0}, largest=most)
-
-
-def spoilt(reply: Reply, size: float) -> Reply:
-    weights = {k: torch.full_like(t, size) for k, t in reply.sections["weights"].items()}
-    return replace(reply, sections={**reply.sections, "weights": weights}, largest=abs(size))
-
-
 def test_who_makes_the_result_overflow_is_named_and_left_out_of_the_next_round() -> None:
     one = Server(seeded_network("cnn"), METHODS["gn"](), ServerPolicy(4, min_replies=0.5), 3, optimizer=server_optimizer("fedavg", 40.0))
     one.begin(1)
-    came, before = [spoilt(reply, -3e38) if reply.client == 1 else reply for reply in honest(one)], one.shared.tensors()
-    intake = one.intake(range(4))
-    for reply in came:
-        intake.take(reply.client, reply)
-    parts, total = intake.end()
-    for replies in (RoundReplies(range(4), parts, sum=total), RoundReplies(range(4), came)):
-        assert not one.conclude(replies)
-        assert same(before, one.shared.tensors())
-        assert one.left_out == {1}
-        assert "values are the largest, up to 3e+38" in one.record.clients[1].refused
-        assert [client.client for client in one.record.accepted] == [0, 2, 3]
-        one.begin(2)
+    before, sections = one.shared.tensors(), one.shared.sections()
+    huge = {k: torch.full_like(t, -3e38) for k, t in sections["weights"].items()}
+    came = [Reply(client, {**sections}, 10, 10, {"steps": 2.0, "loss": 1.0}, largest=10.0) for client in range(4)]
+    came[1] = replace(came[1], sections={**sections, "weights": huge}, largest=3e38)
+    assert not one.conclude(RoundReplies(range(4), came))
+    assert same(before, one.shared.tensors())
+    assert one.left_out == {1}
+    assert [client.client for client in one.record.accepted] == [0, 2, 3]
+    one.begin(2)
     assert one.conclude(RoundReplies([0, 2, 3], [reply for reply in came if reply.client != 1]))
     assert one.left_out == set()
-
-
-def random_replies(rng: np.random.Generator, n: int = 3) -> list[dict[str, Tensor]]:
-    return [{"a": torch.from_numpy(rng.normal(size=(50, 7))).float(), "b": torch.from_numpy(rng.normal(size=9)).float()} for _ in range(n)]
-
-
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
-@pytest.mark.parametrize("weights", [[1.0, 1.0], [3.0, 7.0]])
-def test_sgd_with_rate_1_is_the_average_bit_for_bit(rng: np.random.Generator, weights: list[float], scale: float) -> None:
-    optimizer, half, state = server_optimizer("fedavg", 1.0), server_optimizer("fedavg", 0.5), random_replies(rng, 1)[0]
-    state = {k: t * scale for k, t in state.items()}
-    for _ in range(4):
-        mean = average(random_replies(rng, 2), weights)
-        want = {k: t.float() for k, t in mean.items()}
-        pseudo = {k: difference(state[k].double(), mean[k].clone(), state[k].dtype) for k in mean}
-        got = {k: t.float() for k, t in optimizer.step(state, pseudo).items()}
-        assert same(got, want)
-        optimizer.step_within(state, mean, difference)  # the server's step, which takes the average
-        assert same({k: t.float() for k, t in mean.items()}, want)
-        assert not same({k: t.float() for k, t in half.step(state, pseudo).items()}, want)
-        state = got
 
 
 def test_drift_names_the_layer_that_moved_most_or_diverged() -> None:
@@ -190,3 +148,71 @@ def test_combine_keeps_layers_that_nobody_ran_and_weighs_steps_by_count() -> Non
     assert (only.momentum, only.steps, [p.count for p in only.parts]) == (0.3, 2.0, [30, 10])
     assert new["one"].mean.dtype is torch.float64
     assert new["one"].mean.item() == pytest.approx(1 - 0.7**2)
+
+
+# The defence
+
+
+NAMES = (*RULES, "nnm+median", "nnm+trimmed-mean", "nnm+krum", "bucketing+median")
+
+
+def moments(count: int, value: float = 0.0) -> Moments:
+    return Moments(count, torch.full((2,), value, dtype=torch.float64), torch.ones(2, dtype=torch.float64))
+
+
+def enough(defence: Defence, replies: int) -> bool:
+    try:
+        return defence.among(replies, 0) is not None
+    except TooFew:
+        return False
+
+
+def test_refused_clients_lower_f_only_where_the_rest_is_too_few_for_it() -> None:
+    """nnm+median needs 2f + 1 rows, krum 2f + 3: who was refused may have been honest."""
+    defence = Defence(3, "nnm+median", "krum")
+    assert [defence.among(n, 2).f for n in (20, 9, 8, 7, 6, 5)] == [3, 3, 2, 2, 1, 1]
+    assert [defence.among(n, 5).f for n in (9, 4, 3)] == [3, 0, 0]
+    assert defence.among(9, 0) == defence
+    for n, refused in ((4, 2), (2, 5), (5, 0)):
+        with pytest.raises(TooFew):
+            defence.among(n, refused)
+
+
+def test_without_a_word_there_is_no_defence() -> None:
+    assert Defence() == NO_DEFENCE
+    assert not Defence().active
+    assert Defence().average is weighted_mean
+    assert all(made.active for made in (Defence(1), Defence(0, "median"), Defence(0, "mean", "krum")))
+    counts, values = torch.tensor([1.0, 3.0]), torch.tensor([[0.0], [4.0]], dtype=torch.float64)
+    assert Defence().average(values, counts).item() == 3.0
+    assert Defence(1).average(values, counts).item() == 2.0  # an active one weighs all alike
+
+
+# Statistics
+
+
+@listed("rule", NAMES)
+@listed("f", [0, 1, 2, 3])
+@listed("rows", [1, 2, 3, 4, 5, 6, 9])
+def test_the_average_of_statistics_is_the_rules_however_few_clients_ran_the_layer(
+    rule: str, f: int, rows: int, rng: np.random.Generator
+) -> None:
+    values, counts = torch.from_numpy(rng.normal(size=(rows, 4))), torch.from_numpy(rng.uniform(1, 100, rows))
+    defence = Defence(f, rule)
+    got = defence.average(values, counts)
+    assert got.dtype is torch.float64
+    assert (got >= values.min(0).values - 1e-12).all()
+    assert (got <= values.max(0).values + 1e-12).all()
+    if defence.active and enough(defence, rows):
+        np.testing.assert_allclose(got, rule_named(rule)(values.numpy(), f).value, rtol=1e-12)
+
+
+# A rule of one's own, and claims
+
+
+def test_claims_become_the_medians_and_a_count_of_0_stays_0() -> None:
+    reports = [{"a": moments(8), "b": moments(4)}, {"a": moments(10**9, 2.0), "b": moments(6)}, {"a": moments(9), "b": moments(10**18)}]
+    believed, steps = Defence(1).believed([*reports, {"a": moments(0)}], [5, 10**9, 4, 5])
+    assert [[report[layer].count for layer in "ab"] for report in believed[:3]] == [[9, 6]] * 3
+    assert (believed[3]["a"].count, steps) == (0, [5, 5, 5, 5])
+    assert torch.equal(believed[1]["a"].mean, reports[1]["a"].mean)  # what was measured stays

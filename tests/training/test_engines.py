@@ -1,10 +1,11 @@
-"""A cohort as one batched program gives what its clients give one by one, or says why it does not.
+"""Engines: a cohort as one batched program gives what its clients give one by one, or says why not; when worker processes start.
 
 tests/conformance compares every method; here are options of training, networks and what falls back.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -13,13 +14,16 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
-from fl_bn import Federation, SeededBatches
-from fl_bn.federation.engines import vectorised
+from fl_bn import Federation, SeededBatches, methods
+from fl_bn.federation.engines import workers as engine
+from fl_bn.federation.engines.workers import WorkerTiming
 from fl_bn.methods import Method, fbn, fedavg, fedbn, fedtan, fixbn, hbn, static_bn
-from fl_bn.objectives import FedProx, FedSAM, Moon, Scaffold
+from fl_bn.objectives import FedProx, Moon
+from tests.listed import listed
 from tests.networks import SmallCNN, SmallResNet, Wired
 from tests.refusals import naming
 
@@ -36,27 +40,15 @@ class Blocks(SmallResNet):
 
 
 def tied() -> nn.Module:
-    """Two linear layers, and two BatchNorm layers, with one weight."""
-    norms = {"norm": nn.BatchNorm1d(192), "other": nn.BatchNorm1d(192)}
-    linear = {"first": nn.Linear(192, 192), "second": nn.Linear(192, 192), "head": nn.Linear(192, 4)}
-    net = Wired(lambda net, x: net.head(net.other(net.second(torch.relu(net.norm(net.first(x.flatten(1))))))), **linear, **norms)
-    net.second.weight, net.other.weight = net.first.weight, net.norm.weight
-    return net
-
-
-def named_twice() -> nn.Module:
-    net = tied()
-    net.again = net.norm
+    """Two BatchNorm layers with one weight."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    net[5].weight = net[2].weight
     return net
 
 
 def asks() -> nn.Module:
     """A network whose output depends on a value."""
     return Wired(lambda net, x: net.linear(x.flatten(1)) * (2.0 if x.mean() > 0 else 1.0), linear=nn.Linear(192, 4))
-
-
-def drops() -> nn.Module:
-    return Wired(lambda net, x: F.dropout(net.linear(x.flatten(1)), 0.5, net.training), linear=nn.Linear(192, 4))
 
 
 def flat(norm: type[nn.Module] = nn.BatchNorm1d) -> nn.Sequential:
@@ -88,10 +80,6 @@ def apart(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-def halving(optimizer: Optimizer) -> StepLR:
-    return StepLR(optimizer, 2, 0.5)
-
-
 def without_decay_of_vectors(parameters: Iterable[nn.Parameter]) -> SGD:
     """Whose groups depend on shapes."""
     parameters = list(parameters)
@@ -102,7 +90,7 @@ def without_decay_of_vectors(parameters: Iterable[nn.Parameter]) -> SGD:
 OPTIONS: dict[str, tuple[Method, dict[str, Any]]] = {
     "AdamW": (hbn(), {"optimizer": partial(AdamW, lr=0.01)}),
     "groups by shape": (hbn(), {"optimizer": without_decay_of_vectors}),
-    "scheduler": (hbn(), {"scheduler": halving}),
+    "scheduler": (hbn(), {"scheduler": lambda optimizer: StepLR(optimizer, 2, 0.5)}),
     "schedule": (hbn(), {"schedule": lambda round, rounds: 1 / round}),
     "fraction": (hbn(), {"fraction": 0.67}),
     "fedprox": (hbn(), {"objective": FedProx(mu=0.5)}),
@@ -136,17 +124,36 @@ def test_options_of_a_federation(case: str, caplog: pytest.LogCaptureFixture) ->
     assert "one by one" not in caplog.text
 
 
+def of_a_package(thing: Any) -> Any:
+    """Code of a package that is not known: it may change attributes or draw numbers, once for all clients."""
+    thing.__module__ = "mine"
+    return thing
+
+
+def hooked() -> nn.Module:
+    model = flat()
+    model[1].register_forward_hook(of_a_package(lambda layer, args, output: 2 * output))
+    return model
+
+
+@of_a_package
+class Halved(nn.BatchNorm1d):
+    """A class of one's own behind a layer of fl-bn's."""
+
+    def extra_repr(self) -> str:
+        return "halved"
+
+
 FALLS_BACK: dict[str, tuple[Method, dict[str, Any], str]] = {
     "fedtan": (fedtan(), {}, "within a local step"),
     "an optimizer of whole tensors": (fedavg(), {"optimizer": partial(torch.optim.Adafactor, lr=0.01)}, "Adafactor"),
-    "fedsam": (fedavg(), {"objective": FedSAM(), "optimizer": partial(SGD, lr=0.05)}, "fedsam"),
     "moon": (fedavg(), {"objective": Moon()}, "moon"),
-    "scaffold": (fedavg(), {"objective": Scaffold(), "optimizer": partial(SGD, lr=0.05)}, "scaffold"),
     "dropout": (fedavg(), {"network": SmallCNN}, "dropout"),
-    "functional dropout": (fedavg(), {"network": drops}, "random"),
     "control flow": (fedavg(), {"network": asks}, "batch this network"),
     "one sample": (fedavg(), {"sizes": (12, 1, 12)}, "2 samples"),
-    "a layer under two names": (fbn(), {"network": named_twice}, "two names"),
+    "another's hook": (fbn(), {"network": hooked}, "package mine"),
+    "another's layer below fl-bn's": (fbn(), {"network": partial(flat, Halved)}, "package mine"),
+    "another's loss": (fbn(), {"network": flat, "loss": of_a_package(lambda output, y: F.cross_entropy(output, y))}, "package mine"),
 }
 
 
@@ -164,42 +171,43 @@ def test_falls_back_and_says_so(case: str, caplog: pytest.LogCaptureFixture) -> 
     assert reason in said[0]
 
 
-def hooked() -> nn.Module:
-    model = flat()
-    model[1].register_forward_hook(lambda layer, args, output: 2 * output)
-    return model
+# Worker processes start by themselves where they save time
 
 
-class Halved(nn.BatchNorm1d):
-    """A class of one's own behind a layer of fl-bn's."""
-
-    def extra_repr(self) -> str:
-        return "halved"
-
-
-OF_ONE_S_OWN: dict[str, dict[str, Any]] = {
-    "a network": {},
-    "a hook": {"network": hooked},
-    "a layer below fl-bn's": {"network": partial(flat, Halved)},
-    "a loss": {"network": flat, "loss": lambda output, y: F.cross_entropy(output, y)},
-}
+@listed(("workers", "rounds", "took", "expected"), [(2, 100, 1.0, True), (1, 100, 1.0, False), (2, 3, 60.0, True), (2, 100, 0.1, False)])
+def test_workers_start_where_they_save_more_than_they_cost(workers: int, rounds: int, took: float, expected: bool) -> None:
+    watched = WorkerTiming(workers, rounds)
+    for round in (1, 2):
+        assert not watched.worth_it(round)  # the first round alone says nothing
+        watched.note(round, took / 4)
+        watched.note(round, took * 3 / 4)  # a round's clients, one by one
+    assert watched.worth_it(3) is expected
 
 
-@pytest.mark.parametrize("case", OF_ONE_S_OWN)
-def test_code_of_a_package_that_is_not_known_runs_one_by_one(case: str, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
-    """It may change attributes or draw numbers, once for all clients. The numbers are those of the sequential engine, to the bit."""
-    options = OF_ONE_S_OWN[case]
-    monkeypatch.setattr(vectorised, "PURE", vectorised.PURE - {"tests"})
-    known = through_federation(fbn(), "vectorised", network=flat)
-    assert known != through_federation(fbn(), "sequential", network=flat)  # control: torch's own classes are one program
-    assert through_federation(fbn(), "vectorised", **options) == through_federation(fbn(), "sequential", **options)
-    said = [record.message for record in caplog.records if "one by one" in record.message]
-    assert len(said) == 1
-    assert "package tests" in said[0]
+X, Y = torch.randn(8, 3), torch.randint(0, 2, (8,))
 
 
-def test_loaders_of_other_kinds_fall_back_and_an_engine_that_is_none_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    list(Federation(flat(), fedavg(), [[(torch.randn(12, 3, 8, 8), torch.arange(12) % 4)]], engine="vectorised").run(1))
-    assert "batches must be SeededBatches" in caplog.text
-    with naming("engine"):
-        through_federation(fedavg(), "vectorized")
+def federation(client: object, **options: object) -> Federation:
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    return Federation(net, methods.fedavg(), [client, SeededBatches(X, Y, 4)], **options)  # type: ignore[list-item, arg-type]
+
+
+@pytest.mark.slow
+def test_a_federation_goes_on_in_workers_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "START", -1e6)  # of a federation that would take days
+    monkeypatch.setattr("fl_bn.federation.engines.local.cores", lambda: 2)
+    ends = {}
+    for workers in (0, 1):
+        torch.manual_seed(0)
+        fed = federation(DataLoader(TensorDataset(X, Y), 4, shuffle=True), workers=workers)
+        begun = [fed._transport._workers is not None for _ in fed.run(4)]
+        assert begun == [False, False, not workers, not workers]
+        ends[workers] = fed.model.state_dict()
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+
+
+def test_what_cannot_be_moved_is_said_in_one_sentence() -> None:
+    lock = threading.Lock()
+    fed = federation(SeededBatches(X, Y, 4), workers=2, optimizer=lambda parameters: SGD(parameters, lr=0.1 if lock else 0))
+    with naming("cannot be moved"):
+        list(fed.run(1))
