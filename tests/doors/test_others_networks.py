@@ -44,6 +44,15 @@ def federation(model: nn.Module | None = None, method: Any = None, clients: Any 
 
 # Targets
 
+
+def test_a_client_weighs_its_samples_whatever_form_the_targets_have() -> None:
+    clients = [[(x, {"a": y, "b": (y,)})] for x, y in (batch(4), batch(64, 1))]
+    formed = federation(clients=clients, loss=lambda output, y: F.cross_entropy(output, y["b"][0]))
+    (mine,), (theirs,) = formed.run(1), federation().run(1)
+    assert [client.samples for client in mine.clients] == [4, 64]
+    assert mine.loss == theirs.loss
+
+
 X, Y = torch.zeros(5, 4), torch.zeros(5)
 IMAGES, BOXES = [torch.zeros(3, 8, 8)] * 5, [{"boxes": torch.zeros(i, 4)} for i in range(5)]
 PACKED = pack_padded_sequence(torch.randn(5, 3, 4), torch.tensor([3, 3, 2, 2, 1]), batch_first=True)

@@ -61,7 +61,7 @@ def of_others(parameters: Any) -> SGD:
     return SGD(net().parameters(), lr=0.1)
 
 
-TESTS = [batches(seed=i) for i in (7, 8, 9)]
+OTHER, TESTS = nn.Parameter(torch.ones(())), [batches(seed=i) for i in (7, 8, 9)]
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "optimizer of other parameters": ({"optimizer": of_others}, "SGD"),
     "optimizer of one parameter more": ({"optimizer": lambda p: SGD([*p, nn.Parameter(torch.zeros(1))], lr=0.1)}, "1 of the 7"),
@@ -122,6 +122,10 @@ RUNS: dict[str, tuple[Give, str]] = {
     **{f"a schedule of {factor!r}": (lambda factor=factor: run(schedule=lambda *_: factor), "schedule") for factor in (-1.0, None)},
     "a loss that is a number": (lambda: run(loss=lambda output, y: 0.5), "0.5"),
     "a loss of each sample": (lambda: run(loss=lambda output, y: output.sum(1)), "(8,)"),
+    "a loss of other parameters": (
+        lambda: run(loss=lambda output, y: nn.Parameter(torch.ones(())) * output.detach().sum()),
+        "no parameter",
+    ),
     "no test batch": (lambda: run(test=[]), "test"),
     "no gradients": (without_gradients, "no_grad"),
     "loaders with workers, in workers": (lambda: run(clients=[loader(num_workers=2)] * 2, workers=2), "num_workers=2"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -52,6 +53,7 @@ def training_accuracy(round: Any, x: Tensor, y: Tensor) -> None:
 def a_swa_model(round: Any, x: Tensor, y: Tensor) -> None:
     average = torch.optim.swa_utils.AveragedModel(round.model)
     average(OTHER)
+    pickle.loads(pickle.dumps(round.model))(OTHER)  # nor does a copy in a file
     plain(round, x, y)
     average.update_parameters(round.model)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from fl_bn import Federation, convert, methods
 from fl_bn.bn.derived import recompute
 from fl_bn.methods import METHODS
 from tests.conformance.cases import every_method
-from tests.doors.doors import DOORS, RATE, through, wide
-from tests.doors.inner import Unconvertible, derivation
+from tests.doors.doors import DOORS, RATE, own_loop, through, wide
+from tests.doors.inner import Unconvertible, derivation, server_optimizer
 from tests.federation import random_samples
 from tests.listed import listed
 
@@ -92,6 +93,18 @@ def test_one_local_step_is_plain_pytorch_s_on_the_union(kind: str, door: str) ->
     ours = through(door, derived(kind), FEDAVG, CLIENTS, rounds=3, size=64)[-1]
     assert farthest(ours, plain(kind, 3)) < 1e-9
     assert not farthest(ours, plain(kind, 2)) < 1e-3  # control: the weights have moved
+
+
+def test_clients_that_start_ahead_get_the_singular_vectors_of_their_start() -> None:
+    """FedACG sends weights that are ahead of the shared ones; FedAvg, the control, sends these themselves."""
+    for name in ("fedacg", "fedavg"):
+        states: list[Any] = []
+        optimizer = server_optimizer(name)
+        own_loop(derived("old spectral norm"), FEDAVG, [[(X, Y)]] * 2, 3, between=lambda s: states.append(s) or s, optimizer=optimizer)  # noqa: B023
+        sent, shared = states[1].instruction().sections["weights"], states[1].shared.tensors()
+        sigma = torch.dot(sent["1.weight_u"], torch.mv(sent["1.weight_orig"], sent["1.weight_v"]))
+        assert abs(float(sigma / torch.linalg.matrix_norm(sent["1.weight_orig"], 2)) - 1) < 1e-9
+        assert torch.equal(sent["1.weight_u"], shared["1.weight_u"]) == (name == "fedavg")
 
 
 def body(kind: str) -> nn.Module:
