@@ -7,11 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fl_bn import Federation, SeededBatches, methods
-from fl_bn.methods import METHODS
+from fl_bn import SeededBatches, methods
 from tests.doors.doors import DOORS, RATE, Rounds, apart, drawn, through
 from tests.doors.inner import Samples
-from tests.listed import listed
 
 ROUNDS, SIZE, FEDAVG = 3, 4, methods.fedavg()
 
@@ -55,11 +53,3 @@ def test_the_average_goes_on_as_in_plain_pytorch(door: str) -> None:
     assert apart(found, plainly()) < 1e-12
     means = [[{"mean": one["1.running_mean"]} for one in rounds] for rounds in (found, plainly(forgets=True))]
     assert not apart(*means) < 1e-3  # control
-
-
-@listed("name", [name for name, make in METHODS.items() if make().personal])
-def test_where_statistics_stay_at_home_the_count_does_too(name: str) -> None:
-    made = Federation(net(), METHODS[name](), LOADERS)
-    list(made.run(ROUNDS))
-    assert "1.num_batches_tracked" not in made.server.shared.tensors()
-    assert [int(made.client_model(client).state_dict()["1.num_batches_tracked"]) for client in range(2)] == [6, 6]

@@ -134,18 +134,6 @@ def test_indices_of_an_embedding_reach_the_network_as_they_are(dtype: torch.dtyp
     assert torch.equal(torch.cat([batch for batch, _ in SeededBatches(x.to(dtype), y, 8)]), x)
 
 
-@listed("method", ["fbn", "hbn", "static-bn"])
-def test_seeded_batches_have_the_network_s_dtype_in_every_pass(method: str) -> None:
-    """Before, training had it, and measuring and evaluating had the data's: float32 inputs for a float64 network."""
-    x, y = made(0, 32)
-
-    def records(x: Tensor) -> list[Any]:
-        fed = Federation(net().double(), METHODS[method](), [SeededBatches(x, y, 8)] * 2, test=SeededBatches(x, y, 8))
-        return [(record.loss, record.evaluation) for record in fed.run(2)] + [fed.evaluate(SeededBatches(x, y, 8))]
-
-    assert records(x) == records(x.double())
-
-
 class Whole(Tensor):
     """A tensor that, like MONAI's ``MetaTensor``, gives its class to what is computed from it, and that cannot be sliced."""
 
