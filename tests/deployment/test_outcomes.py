@@ -13,8 +13,9 @@ from tools.deployment.outcomes import gaps_of, offline, with_gaps
 
 def test_a_client_that_was_away_is_told_from_one_whose_reply_was_not_used(tmp_path: Path) -> None:
     def ran(app: ClientApp, name: str) -> Path:
-        path = run_in_process({**SMALL, "method": "fedavg", "min-replies": 0.0, "output": str(tmp_path), "name": name}, client_app=app)
+        path = run_in_process({**SMALL, "method": "fedbn", "min-replies": 0.0, "output": str(tmp_path), "name": name}, client_app=app)
         assert path is not None
+        assert (path / "clients/client-0.safetensors").exists()
         return path
 
     with offline([(1, 2)]):

@@ -214,6 +214,6 @@ def with_gaps(gaps: dict[tuple[int, int], bool]) -> ClientApp:
         return reply
 
     app.evaluate()(CLIENT_APP)
-    app.query("statistics")(CLIENT_APP)
-    app.query("hello")(CLIENT_APP)
+    for kind in ("statistics", "hello", "save"):
+        app.query(kind)(CLIENT_APP)
     return app
