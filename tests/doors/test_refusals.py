@@ -119,6 +119,7 @@ RUNS: dict[str, tuple[Give, str]] = {
     "optimizer that needs a closure": (lambda: run(optimizer=LBFGS), "closure"),
     "scheduler that needs a metric": (lambda: run(scheduler=ReduceLROnPlateau), "metrics"),
     **{f"{rounds!r} rounds": (lambda rounds=rounds: run(rounds=rounds), "rounds") for rounds in (1.5, "2", -1)},
+    "0 rounds where nothing is measured": (lambda: run(rounds=0), "0 rounds only measures"),
     **{f"a schedule of {factor!r}": (lambda factor=factor: run(schedule=lambda *_: factor), "schedule") for factor in (-1.0, None)},
     "a loss that is a number": (lambda: run(loss=lambda output, y: 0.5), "0.5"),
     "a loss of each sample": (lambda: run(loss=lambda output, y: output.sum(1)), "(8,)"),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from experiments.networks import DEEPLAB, NETWORKS, deeplabv3plus, maker_of, small_stem
+from experiments.networks import DEEPLAB, NETWORKS, deeplabv3plus, maker_of, small_stem, without_dropout
 from experiments.standardise import STANDARDS, standardised
 from fl_bn.bn.conversion import convert
 from fl_bn.bn.roles import batch_norms
@@ -98,6 +98,12 @@ def test_sizes_and_order_of_layers_are_those_of_the_table(name: str) -> None:
     assert found(made(name, classes + 1, channels, size)) == derived(table, classes + 1, channels, size) != found(model)  # control
     assert found(made(name, classes, channels, size + 8)) == derived(table, classes, channels, size + 8)
     assert order(model) == re.sub("[0-9.= ]", "", table).translate(str.maketrans("vkg", "ccf"))
+
+
+def test_dropout_can_be_switched_off() -> None:
+    x = torch.randn(4, 3, 8, 8)
+    assert torch.equal(without_dropout(seeded_network("cnn"))(x), seeded_network("plain")(x))
+    assert not torch.equal(seeded_network("cnn")(x), seeded_network("plain")(x))  # control
 
 
 def test_resnet20_has_the_floats_of_fedtan() -> None:

@@ -76,3 +76,9 @@ def test_kept_buffers_are_in_the_clients_files(tmp_path: Path) -> None:
     assert load_file(folder / "model.safetensors").keys() ^ Own(4, 1, 4).state_dict().keys() == {"site_mean"}
     first, second = (float(loaded(folder / "clients" / f"client-{client}.safetensors").site_mean) for client in range(2))
     assert first != second != 0
+
+
+def test_the_command_layers_prints_the_role_of_every_tensor() -> None:
+    done = CliRunner().invoke(app, ["layers", "tests.own_loop.test_application:wrapped", "--buffers", "*.site_mean=kept", "--tensors"])
+    assert "kept by each client module.site_mean" in " ".join(done.output.split())
+    assert ["module.layers.2.weight", "affine"] in [line.split()[:2] for line in done.output.splitlines()]
