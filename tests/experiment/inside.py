@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import signal
 import subprocess
@@ -81,11 +80,6 @@ def refusing(*about: str, by: type[Exception] = ConfigError) -> Iterator[pytest.
     with pytest.raises(by) as caught:
         yield caught
     assert [name for name in about if name not in str(caught.value)] == [], str(caught.value)
-
-
-def rows(file: Path) -> list[dict[str, str]]:
-    with file.open(newline="") as source:
-        return list(csv.DictReader(source))
 
 
 # In a process of its own

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from fl_bn import Callback
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import run_in_process
+from fl_bn.run.config import RunConfig
 from fl_bn.run.former import renewed
 from fl_bn.run.run_directory import LOCK, RunDirectory, environment
 from tests.experiment.small_data import small_config
@@ -21,6 +23,20 @@ from tests.integration.runs import bits, table
 
 Values = dict[str, str | int | float | bool]
 ROUNDS, THE_SAME = 5, environment()
+
+
+AFTER: dict[int, Callable[[Path], object]] = {}
+"""What happens to the run's folder when a round has been written down, if the run has the callback ``DISK``."""
+DISK = f"{__name__}:Disk"
+
+
+class Disk(Callback):
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self.folder = folder
+
+    def on_round(self, record: RoundRecord, rounds: int) -> None:
+        if record.round in AFTER:
+            AFTER.pop(record.round)(self.folder)
 
 
 class Stopped(BaseException):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import product
 from pathlib import Path
 
@@ -11,13 +10,11 @@ import torch
 
 from fl_bn.models import build
 from fl_bn.robust.attacks import LABEL_FLIP
-from fl_bn.run.history import per_domain, record_of, round_line
-from fl_bn.run.testing import note_domains
+from fl_bn.run.history import per_domain
 from fl_bn.run.testing import test_metrics as metrics_of_test
 from fl_bn.sweep.file import parse
 from tests.data.test_own_files import draw
 from tests.experiment.inside import (
-    RoundRecord,
     RunConfig,
     Samples,
     client_samples,
@@ -46,20 +43,6 @@ def test_accuracy_per_domain_is_that_on_the_domains_images() -> None:
         assert per_domain(found)[name] == evaluate(model, Samples(data.x_test[mine], data.y_test[mine]))["accuracy"]
     whole = evaluate(model, Samples(data.x_test, data.y_test))
     assert found["accuracy"] == whole["accuracy"]
-    assert math.isclose(found["loss"], whole.loss, rel_tol=1e-6)
-    assert len(set(per_domain(found).values())) > 1  # control: the domains differ
-
-
-def test_a_domains_accuracy_is_the_mean_over_its_clients() -> None:
-    own = {i: {"accuracy": a, "loss": 1.0} for i, a in enumerate((0.1, 0.5, 0.9, 0.3, 0.7))}
-    record = RoundRecord(1, "train", 0.1, client_evaluation=own)
-    note_domains(config(SHIFTED, clients=5), record)
-    assert per_domain(record.evaluation) == {"none": pytest.approx(0.2), "invert": pytest.approx(0.6), "noise": pytest.approx(0.9)}
-    assert per_domain(record_of(round_line(record)).evaluation) == per_domain(record.evaluation)
-    for other in (config(partition="iid", dataset="digits"), config(SHIFTED, clients=5, test_on="all")):  # nobody has a domain's accuracy
-        record = RoundRecord(1, "train", 0.1, client_evaluation=own)
-        note_domains(other, record)
-        assert record.evaluation == {}
 
 
 @pytest.mark.parametrize("tested", [{}, {"test_on": "all"}, {"evaluate_on": "training"}])
@@ -80,9 +63,6 @@ def test_samples_per_domain_and_equal_sizes() -> None:
     skewed = config(dataset="digits-plain", partition="dirichlet", partition_parameter=0.3, clients=4)
     natural = [len(part) for part in partitions(skewed)]
     assert [len(part) for part in partitions(config(skewed.to_mapping(), sizes="equal"))] == [min(natural)] * 4
-    assert len(set(natural)) > 1  # control
-    with refusing("'natural' needs data with domains"):
-        partitions(config(dataset="digits-plain", partition="natural"))
 
 
 @pytest.mark.parametrize("kind", ["npz", "folder", "csv", "a folder of csv"])
@@ -107,12 +87,8 @@ def test_what_is_given_per_site_is_a_client_and_is_never_cut_up(kind: str, tmp_p
     assert config(keys, byzantine=1, attack="foe").clients == 6  # the attacker has a copy
     assert [config(keys, partition=name).clients for name in ("natural", "iid")] == [5, 10]
     assert config({**keys, "data-path": sites[0]}).clients == 10
-    for wrong in ({"clients": 4}, {"clients": 10}):
-        with refusing("data-path", next(iter(wrong))):
-            config(keys, **wrong)
-
-
-# Byzantine clients: test_keys has what is refused
+    with refusing("data-path", "clients"):
+        config(keys, clients=4)
 
 
 @listed("kind", ["iid", "similarity", "dirichlet"])
@@ -120,24 +96,17 @@ def test_what_is_given_per_site_is_a_client_and_is_never_cut_up(kind: str, tmp_p
 def test_the_data_are_the_honest_clients(kind: str, byzantine: int, tmp_path: Path) -> None:
     own = {**small_config(tmp_path), "partition": kind, "partition-parameter": 1.0 if kind == "iid" else 0.5}
     parts, honest = partitions(config({**own, "byzantine": byzantine})), 5 - byzantine
-    assert len(parts) == 5
     assert sorted(torch.cat(parts[:honest]).tolist()) == list(range(48))  # each sample once
     assert all(torch.equal(parts[honest + i], parts[i % honest]) for i in range(byzantine))
     alone = partitions(config({**own, "clients": honest}))
     assert all(torch.equal(a, b) for a, b in zip(parts[:honest], alone, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(parts, partitions(config(own)), strict=True)), "control: split over all"
 
 
 def test_label_flip_flips_the_labels_of_byzantine_clients_alone(tmp_path: Path) -> None:
-    own = small_config(tmp_path) | {"partition": "iid", "byzantine": 2}
-    flipped, other = config({**own, "attack": LABEL_FLIP}), config({**own, "attack": "foe"})
+    flipped = config({**small_config(tmp_path), "partition": "iid", "byzantine": 2, "attack": LABEL_FLIP})
     data = dataset(flipped)
-    for client in range(5):
-        (train, test, counts), part = client_samples(flipped, client), partitions(flipped)[client]
-        labels = data.y_train[part]
+    for client, part in enumerate(partitions(flipped)):
+        (train, test, _), labels = client_samples(flipped, client), data.y_train[part]
         assert torch.equal(train.x, data.x_train[part])
         assert torch.equal(train.y, CLASSES - 1 - labels if client >= 3 else labels)
         assert torch.equal(test.y, data.y_test)
-        assert sum(counts) == len(part)
-        assert torch.equal(client_samples(other, client)[0].y, labels)  # control
-    assert torch.equal(data.y_train, torch.arange(48) % CLASSES)

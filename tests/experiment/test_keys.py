@@ -6,22 +6,19 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
-from hypothesis import given
-from hypothesis import strategies as st
 
-from fl_bn.methods import METHODS, Refresh, StatisticsReport
+from fl_bn.methods import METHODS
 from fl_bn.options import options_by_key
 from fl_bn.run.config import REGISTRIES
 from fl_bn.run.former import IN_PAPERS
 from fl_bn.run.run_keys import general_options
 from fl_bn.run.used import HasNoEffect, conditions
-from tests.experiment.inside import ConfigError, RunConfig, command, config, ends_with_a_sentence, parse_overrides, refusing
+from tests.experiment.inside import ConfigError, RunConfig, command, config, parse_overrides, refusing
+from tests.experiment.test_options import comparable
 from tests.listed import listed
 
 ROOT = Path(__file__).parents[2]
@@ -101,36 +98,24 @@ def test_pyproject_and_the_page_are_generated_and_name_the_same_keys() -> None:
     assert len(simulated) >= 2
 
 
-def test_an_integer_is_a_float_too_and_a_config_is_a_value() -> None:
-    assert type(config(learning_rate=1).learning_rate) is float
-    assert hash(RunConfig()) == hash(config())
-    with refusing("rounds"):
-        replace(RunConfig(), rounds=0)
-
-
 # Keys that do not go together: an error that names one of them. Without one of them the run is fine.
 SHAPE = {"classes": 2, "channels": 1, "image_size": 4}
 SECURE = {"secure_aggregation": True}
 NOT_SECURE = {
     "clients": 2, "method": "fedtan", "statistics_rule": "median", "maintain_momentum": "global", "dp_noise": 1.0, "secagg_shares": 4,
 }  # fmt: skip
-MIMIC = {"byzantine": 3, "attack": "mimic"}
 GRADIENTS = {"update": "gradients", "local_steps": 1}
 TOO_MANY = {"min_cohort": 4, "min_sites": 4, "byzantine": 3}
 TOGETHER: list[dict[str, Any]] = [
     {"local_epochs": 2, "local_steps": 9},
     {"local_steps": 0},
     {"objective": "scaffold"},
-    {"objective": "scaffold", "momentum": 0.0, "clip": "norm"},
-    {"objective": "scaffold", "momentum": 0.0, "method": "fedtan"},
     {"objective": "fedsam", "method": "fedtan2"},
     {"clip": "norm", "method": "fedtan"},
-    {"objective": "fedprox", "method": "single"},
     {"objective": "fedprox", **GRADIENTS},
     {"objective": "scaffold", "momentum": 0.0, "byzantine": 1, "clients": 5},
     {"maintain_momentum": "global", "statistics_rule": "median", "clients": 5},
     {"maintain_momentum": "local", "momentum": 0.0},
-    *({**GRADIENTS, key: value} for key, value in {"maintain_momentum": "local", "server_optimizer": "fedacg"}.items()),
     {"server_optimizer": "fedacg", "server_learning_rate": 0.5},
     {"server_momentum": 0.5},
     {**SECURE, "unseen_client": True, "method": "fedbn"},
@@ -139,35 +124,24 @@ TOGETHER: list[dict[str, Any]] = [
     {"optimizer": "adam", "momentum": 0.5},
     {"update": "gradients", "local_steps": 9},
     {"method": "fixbn", "freeze_after": 99, "rounds": 60},
-    {"method": "fedtan2", "freeze_after": 99, "rounds": 60},
     {"method": "fedtan", "client_weights": "uniform"},
     {"engine": "vectorised", "workers": 2},
     {"resume": "latest"},
-    {"resume": "latest", "checkpoint_every": 1, "output": ""},
     {"checkpoint_every": 1, "output": ""},
     {"clients": 10, "fraction": 0.5, "min_cohort": 6},
     *({"clients": 3, key: value} for key, value in {**TOO_MANY, "client_nodes": "7,8", "client_names": "east,west"}.items()),
     {"clients": 5, "clients_at_start": 6},
-    {"clients": 5, "clients_at_start": 2, "min_cohort": 3},
-    {"clients": 7, "clients_at_start": 4, "byzantine": 2, "statistics_rule": "median"},
     {"dataset": "sites"},
     {"dataset": "sites", **SHAPE, "byzantine": 1},
-    {"dataset": "sites", **SHAPE, "hold_out": "A"},
     {"byzantine": 5, "statistics_rule": "median"},
     {"byzantine": 4, "update_rule": "krum"},
-    {"declared_byzantine": 5, "update_rule": "nnm+median"},
     {"byzantine": 3, "update_rule": "median", "fraction": 0.6},
-    {"clients": 2, "declared_byzantine": 1, "update_rule": "median"},
-    *({**MIMIC, "attack_strength": strength} for strength in (7.0, 1.5, -1.0)),
-    {"byzantine": 3, "attack": "gaussian", "attack_strength": -1.0},
+    {"byzantine": 3, "attack": "mimic", "attack_strength": 7.0},
 ]
 JUST_ENOUGH: list[dict[str, Any]] = [
     {"name": "\u20ac" * 85},  # as long as a file's name may be, and of any language
-    {"learning_rate_schedule": "milestones", "learning_rate_milestones": "0.6:0.1,0.8:0.1"},
     {"byzantine": 4, "statistics_rule": "median", "update_rule": "nnm+trimmed-mean"},
     {"byzantine": 3, "update_rule": "krum"},
-    {"byzantine": 9},
-    {"byzantine": 5, "declared_byzantine": 4, "update_rule": "median"},
     {"byzantine": 3, "update_rule": "median", "fraction": 0.7},
     {"byzantine": 3, "attack": "mimic", "attack_strength": 6.0},
 ]
@@ -199,25 +173,10 @@ def test_control_just_enough_is_enough(keys: dict[str, Any]) -> None:
     assert fits(keys)
 
 
-@listed("wrong", ["0.6", "0.8:0.1,0.6:0.1"])
-def test_milestones_are_rising_shares_with_a_factor_each(wrong: str) -> None:
-    with refusing("milestones"):
-        config(learning_rate_schedule="milestones", learning_rate_milestones=wrong)
-
-
 # What the keys make
 
 
-def test_options_reach_the_method_and_the_rounds() -> None:
-    hbn = [config(method="hbn", **keys).build_method() for keys in ({}, {"fraction": 0.5}, {"hbn_lam": 0.3}, {"hbn_stat_samples": 64})]
-    assert [made.combine.keywords["tracking"] for made in hbn[:2]] == [0.05, 0.01]  # type: ignore[attr-defined]
-    assert (hbn[2].combine.keywords["lam"], hbn[3].statistics_pass.samples) == (0.3, 64)  # type: ignore[attr-defined]
-    fbn = config(method="fbn", tracking=0.2, fbn_report="all").build_method()
-    assert (fbn.combine.keywords["tracking"], fbn.report) == (0.2, StatisticsReport.BATCHES)  # type: ignore[attr-defined]
-    for values, refresh in (({}, Refresh.HYBRID), ({"hbn_lam": 1.0}, Refresh.EXACT), ({"hbn_evaluate": "exact"}, Refresh.EXACT)):
-        assert config(method="hbn", **values).build_method().refresh is refresh
-    paper, merged = (config(method="fedtan", fedtan_schedule=schedule).build_method().layer for schedule in ("paper", "merged"))
-    assert (paper.keywords["schedule"], merged.keywords["schedule"]) == ("paper", "merged")  # type: ignore[union-attr]
+def test_keys_reach_the_rounds() -> None:
     rates = {"learning_rate": 0.05, "learning_rate_schedule": "step", "learning_rate_decay": 0.1}
     counts = {"min_replies": 0.25, "calibrate": 2, "evaluate_every": 7, "client_weights": "uniform", "min_cohort": 3, "checkpoint_every": 4}
     policy = config(**counts, **rates).round_policy()
@@ -226,19 +185,15 @@ def test_options_reach_the_method_and_the_rounds() -> None:
     assert (policy.at_clients, config(dataset="sites", **SHAPE).round_policy().at_clients) == (False, True)
     assert (config().round_policy().unit_scale, config(unit_scale=False).round_policy().unit_scale) == (True, False)
     assert config(precision="mixed").local_training().precision == "mixed"
+    for wrong in ("0.6", "0.8:0.1,0.6:0.1"):
+        with refusing("milestones"):
+            config(learning_rate_schedule="milestones", learning_rate_milestones=wrong)
 
 
 # Texts and files
 
 
-@given(text=st.text(st.characters(codec="utf-8")))
-def test_every_text_survives_its_file(text: str) -> None:
-    """What cannot be read again cannot be resumed."""
-    made = {**RunConfig().to_mapping(), "data-path": text, "weight-decay": 1e-7, "pictures": False}
-    assert tomllib.loads(tomli_w.dumps(made)) == made
-
-
-@listed("text", ["rounds 10", "method=hbn", "no.toml", "rounds=1 rounds=2", "rounds=[" + "[" * 5000, "rounds=0x", "rounds={a=1"])
+@listed("text", ["rounds 10", "method=hbn", "no.toml", "rounds=1 rounds=2", "rounds=[" + "[" * 5000])
 def test_no_text_is_read_with_a_traceback(text: str) -> None:
     with refusing(text[:6]):
         parse_overrides(text)
@@ -256,42 +211,30 @@ UNDER_ATTACK = {"byzantine": 2, "attack": "foe"}
 
 CONDITIONS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"freeze-after": 100}, {"method": "fedavg"}, {"method": "fixbn"}),
-    ({"freeze-after": 9}, {"method": "fedavg", "rounds": 9}, {"method": "fedavg", "rounds": 10}),
     ({"frozen-rate": 0.5}, {"method": "fedavg"}, {"method": "fedavg", "freeze-after": 5}),
-    ({"frozen-rate": 0.5}, {"method": "fedavg", "freeze-after": 0}, {"method": "fedtan2"}),
     ({"classes": 2}, {}, SITES),
     ({"data-path": "x"}, SITES, {"dataset": "npz"}),
     ({"partition": "iid", "sizes": "equal"}, SITES, {}),
     ({"test-on": "all"}, {"partition": "iid"}, {"partition": "natural"}),
     ({"partition-parameter": 2.0}, {"partition": "iid"}, {"partition": "classes"}),
-    ({"partition-parameter": 0.1}, {"partition": "natural"}, {"partition": "similarity"}),
     ({"unseen-client": True}, {"method": "fbn"}, {"method": "fedbn"}),
     ({"recalibration": "passes"}, {"method": "fedavg"}, {"method": "fbn"}),
-    ({"recalibration": "passes"}, {"method": "hbn", **SUMMED}, {"method": "fedavg", "calibrate": -1}),
     ({"unit-scale": False}, {"method": "fedavg"}, {"method": "fedavg", "freeze-after": 0}),
-    ({"unit-scale": False}, {"method": "hbn", "calibrate": 0}, {"method": "hbn"}),
-    ({"exchange": "replay"}, {"method": "gn"}, {"method": "fedavg", "calibrate": -1}),
-    ({"exchange": "local"}, {"method": "fbn", **UNDER_ATTACK}, {"method": "fbn"}),
     ({"exchange": "local"}, {"method": "fedavg"}, {"method": "fedtan"}),
     ({"attack": "foe"}, {}, {"byzantine": 1}),
-    ({"client-weights": "data"}, {"byzantine": 1}, {}),
     ({"client-weights": "data"}, {"update-rule": "median"}, {"update-rule": "mean"}),
     ({"attack-on": "updates"}, {"byzantine": 1, "attack": "label-flip"}, {"byzantine": 1, "attack": "nan"}),
-    ({"attack-on": "statistics"}, {**UNDER_ATTACK, "method": "gn"}, {**UNDER_ATTACK, "method": "static-bn"}),
     ({"attack-on": "statistics"}, {**UNDER_ATTACK, "method": "fedbn"}, {**UNDER_ATTACK, "method": "fedavg"}),
-    ({"statistics-rule": "median"}, {"method": "gn"}, {"method": "static-bn"}),
     ({"statistics-rule": "median"}, {"method": "silobn"}, {"method": "fbn"}),
     ({"update-rule": "median", "server-optimizer": "fedadam"}, {"method": "single"}, {"method": "fedbn"}),
     ({"keep-best": True}, {"method": "single"}, {"method": "fedbn"}),
     ({"attack-strength": 2.0}, {"byzantine": 1}, UNDER_ATTACK),
-    ({"attack-strength": 2.0}, {"byzantine": 1, "attack": "foe-optimised"}, {"byzantine": 1, "attack": "alie"}),
     ({"secagg-shares": 5}, {}, SUMMED),
     ({"dp-noise": 1.0}, {"client-weights": "uniform"}, {"client-weights": "uniform", **SUMMED}),
     ({"dp-clip": 2.0, "dp-statistics-clip": 2.0, "dp-delta": 1e-6}, SUMMED, NOISY),
     ({"learning-rate-decay": 0.1}, {}, {"learning-rate-schedule": "step"}),
     ({"learning-rate-milestones": "0.5:0.1"}, {}, {"learning-rate-schedule": "milestones"}),
     ({"clip-limit": 2.0}, {}, {"clip": "norm"}),
-    ({"clip-limit": 2.0}, {"clip": "none"}, {"clip": "adaptive"}),
     ({"name": "mine", "keep-best": True}, {"output": ""}, {}),
 ]
 """Keys with values, keys with which the run ignores them, and keys with which it does not."""
@@ -305,9 +248,7 @@ OWNERS = {
     if key not in GENERAL
 }
 """Option of methods, objectives or server optimisers -> the key that chooses one, and the names of those that have the option."""
-FITTING: dict[str, dict[str, Any]] = {
-    "scaffold": {"momentum": 0.0, "clip": "none", "method": "fedavg"},
-}
+FITTING: dict[str, dict[str, Any]] = {"scaffold": {"momentum": 0.0, "clip": "none", "method": "fedavg"}}
 """What an owner or an option needs beside it."""
 
 
@@ -334,19 +275,19 @@ def test_an_option_counts_with_its_owners_alone(key: str) -> None:
         with refusing(f"{key}=", chosen_by, by=HasNoEffect):
             config({key: value, chosen_by: stranger})
     for owner in owners:
-        assert config({key: value, chosen_by: owner, **FITTING.get(owner, {}), **FITTING.get(key, {})})[key] == value
+        usual, made = ({chosen_by: owner, **FITTING.get(owner, {}), **more} for more in ({}, {key: value}))
+        assert config(made)[key] == value
+        assert built(made, chosen_by) != built(usual, chosen_by)
+
+
+def built(keys: dict[str, Any], chosen_by: str) -> Any:
+    """Return what the run would use, as values that can be compared."""
+    return comparable(getattr(config(keys), f"build_{chosen_by.replace('-', '_')}")())
 
 
 def test_every_key_with_a_condition_has_a_case() -> None:
     tried = {key for key, *_ in CASES} | OWNERS.keys()
     assert {*OWNERS, *conditions(RunConfig(), REGISTRIES, GENERAL)} == (tried - IN_PAPERS.keys()) | WITH_ANOTHER
-
-
-def test_all_that_a_key_belongs_to_is_named(tmp_path: Path) -> None:
-    for keys, owner in (({**SUMMED, "dp-clip": 2.0}, "dp-noise"), ({"dp-clip": 2.0}, "secure-aggregation=true")):
-        with refusing("dp-clip=2", owner, by=HasNoEffect):
-            config(keys)
-    ends_with_a_sentence("run", "--run-config", f"output='{tmp_path}' method='fbn' groups=4", about="groups=4")
 
 
 @listed("method", METHODS)

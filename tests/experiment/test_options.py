@@ -5,19 +5,19 @@ from __future__ import annotations
 import doctest
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from fl_bn import options
-from fl_bn.flower import FBN, HBN, FedTAN2, Rounds
+from fl_bn.flower import HBN, Rounds
 from fl_bn.methods import METHODS, Method, Refresh
-from fl_bn.options import Options, keys_of, option, options_by_key, range_of, takes
+from fl_bn.options import options_by_key, range_of
 from fl_bn.run.config import REGISTRIES
 from tests.experiment.inside import RunConfig, config, ends_with_a_sentence, kebab, refusing
 from tests.extension.package import installed
@@ -25,11 +25,8 @@ from tests.integration.runs import tiny
 from tests.listed import listed
 
 ROOT = Path(__file__).parents[2]
+BEFORE = RunConfig()  # made before a test installs a package
 EVERYONE = [(key, name) for key, registry in REGISTRIES.items() for name in registry]
-OWN = ("halves", "pull", "halfway")
-
-
-# One declaration
 
 
 def comparable(value: Any) -> Any:
@@ -69,54 +66,9 @@ def test_the_constructor_its_signature_and_the_run_config_say_the_same(key: str,
 
 def test_the_example_of_the_module_runs_and_what_is_no_range_is_refused() -> None:
     assert doctest.testmod(options) == (0, 11)
-    for text in ("", "positive", ">=1", "0-9", "(0, 1", ">= x", "1 or"):
+    for text in ("", "positive", ">=1", "(0, 1"):
         with refusing(repr(text), by=ValueError):
             range_of(text)
-
-
-@dataclass(frozen=True)
-class One(Options):
-    name: ClassVar[str] = "one"
-    share: float = option(0.5, "share", "(0, 1]", key="share")
-
-
-@dataclass(frozen=True)
-class Two(One):
-    name: ClassVar[str] = "two"
-    share: float = option(0.25, "share", "(0, 1]", key="share")
-
-
-@dataclass(frozen=True)
-class Elsewhere(Options):
-    name: ClassVar[str] = "elsewhere"
-    fraction: float = option(0.5, "of something else", "(0, 1]", key="fraction")
-
-
-def test_one_key_with_two_declarations_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative controls: two defaults of a method's key, and a general key that a method declares anew."""
-    one, two = takes(One)(lambda given: given.share), takes(Two)(lambda given: given.share)
-    assert (one(), two(), one(0.75)) == (0.5, 0.25, 0.75)
-    with refusing("'share'", "0.5", "0.25", by=ValueError):
-        keys_of({"one": one, "two": two})
-    for name, made, key in (("two", two, "share"), ("elsewhere", takes(Elsewhere)(lambda given: METHODS["fbn"]()), "fraction")):
-        with monkeypatch.context() as patch:
-            patch.setitem(METHODS, "one", one)  # type: ignore[arg-type]
-            patch.setitem(METHODS, name, made)  # type: ignore[arg-type]
-            with refusing(repr(key)):
-                RunConfig()
-
-
-def test_what_is_entered_late_has_keys_in_configs_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = RunConfig()
-    with refusing("share", by=KeyError):
-        before["share"]
-    monkeypatch.setitem(METHODS, "one", takes(One)(lambda given: METHODS["fbn"]()))
-    assert before["share"] == before.to_mapping()["share"] == 0.5
-    assert config({"method": "one", "share": 1})["share"] == 1.0
-    with refusing("share=1", "method='one'"):
-        config({"share": 1})
-    with refusing("hbn-lamb", "'hbn-lam'", by=KeyError):
-        before["hbn-lamb"]
 
 
 def test_strategies_take_the_options_of_their_methods() -> None:
@@ -124,12 +76,8 @@ def test_strategies_take_the_options_of_their_methods() -> None:
     made = HBN(model, rounds, lam=0.5, lower_layers="shared", evaluate="exact", save_clients="x").transport
     assert (made.method.refresh, made.method.statistics_pass.lower_layers, made.save_clients) == (Refresh.EXACT, "shared", "x")
     assert comparable(HBN(model, rounds).transport.method) == comparable(METHODS["hbn"](fraction=0.5)) != comparable(METHODS["hbn"]())
-    assert comparable(FedTAN2(model, rounds, freeze_after=2).transport.method) == comparable(METHODS["fedtan2"](2, "merged"))
-    for own in (rounds, None):
-        with refusing("lamb", by=TypeError):
-            HBN(model, own, lamb=0.5)
-        with refusing("fbn", "momentum", by=ValueError):
-            FBN(model, own, momentum=2)
+    with refusing("lamb", by=TypeError):
+        HBN(model, rounds, lamb=0.5)
 
 
 # A package of one's own
@@ -137,8 +85,8 @@ def test_strategies_take_the_options_of_their_methods() -> None:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An installed package: a file for each of ``OWN``, and a line for each in its entry points."""
-    modules = {name: (ROOT / "tests" / "extension" / f"{name}.py").read_text() for name in OWN}
+    """An installed package: a file for each of its two additions, and a line for each in its entry points."""
+    modules = {name: (ROOT / "tests" / "extension" / f"{name}.py").read_text() for name in ("pull", "halfway")}
     with installed(tmp_path / "site", modules, monkeypatch):
         yield tmp_path / "site"
 
@@ -166,6 +114,8 @@ def test_one_of_ones_own_does_what_the_same_of_fl_bn_does(
     theirs, ours, default = (weights(tmp_path, name, **keys) for name, keys in (("a", same), ("b", own), ("c", dict([*own.items()][:1]))))
     assert all(torch.allclose(ours[name], tensor, **tolerance) for name, tensor in theirs.items())
     assert not all(torch.allclose(default[name], tensor, **tolerance) for name, tensor in theirs.items())
+    late = [*kebab(own)][-1]
+    assert BEFORE[late] == RunConfig.keys()[late].default
 
 
 def test_one_that_cannot_be_imported_is_named(package: Path) -> None:

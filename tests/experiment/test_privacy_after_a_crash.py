@@ -9,11 +9,9 @@ import signal
 from functools import partial
 from pathlib import Path
 
-import pytest
-
 from fl_bn.flower.secagg.workflow import SecureSum
 from fl_bn.secure.privacy import Journal, epsilon
-from tests.experiment.resuming import ROUNDS, Values, ends_with, run, small_run
+from tests.experiment.resuming import AFTER, DISK, ROUNDS, Values, ends_with, run, small_run
 
 NOISE, DELTA = 4.0, 1e-5
 EACH = 2  # releases of a round of fbn: updates and statistics
@@ -36,23 +34,23 @@ def right(path: Path, releases: int) -> None:
     assert Journal(path / "privacy.jsonl").total() == releases
 
 
-def test_a_disk_that_keeps_no_spend_releases_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_keeps_no_spend_releases_nothing(tmp_path: Path) -> None:
     """The round changes nothing, as no sum was asked for."""
-    add, tried = Journal.add, 0
 
-    def full(self: Journal, releases: int) -> None:
-        nonlocal tried
-        tried += 1
-        if tried == 2:
-            raise OSError(28, "No space left on device")
-        add(self, releases)
+    def full(folder: Path) -> None:
+        (folder / "privacy.jsonl").rename(folder / "aside")
+        (folder / "privacy.jsonl").mkdir()  # no line can be added
 
-    monkeypatch.setattr(Journal, "add", full)
-    path = run(private(tmp_path / "runs"))
+    def free(folder: Path) -> None:
+        (folder / "privacy.jsonl").rmdir()
+        (folder / "aside").rename(folder / "privacy.jsonl")
+
+    AFTER.update({1: full, 2: free})
+    path = run(private(tmp_path / "runs", callbacks=DISK))
     right(path, EACH * (ROUNDS - 1))
     rounds = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
     assert [row["aggregated"] for row in rounds] == [True, False, True, True, True]
-    assert "No space left on device" in (path / "clients.csv").read_text()
+    assert "Is a directory" in (path / "clients.csv").read_text()
 
 
 def test_a_killed_server_forgets_no_release(tmp_path: Path) -> None:

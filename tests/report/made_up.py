@@ -1,4 +1,4 @@
-"""Write folders of sweeps with made-up runs, whose results can be recomputed by hand."""
+"""Write folders of sweeps with made-up runs, whose results can be recomputed by hand, and read their reports."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from fl_bn.report.cells import read_cells
+from fl_bn.report.page import Report, report_of
+from fl_bn.report.settings import read_settings
+
+
+def read(folder: Path) -> Report:
+    """Make the report of a sweep from the files in its folder."""
+    return report_of(read_settings(folder), read_cells(folder), folder)
 
 
 def rounds(accuracy: Sequence[float | None], **others: Sequence[Any]) -> list[dict[str, Any]]:

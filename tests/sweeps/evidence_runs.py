@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import tomli_w
+
 from experiments.catalogue import Experiment
-from experiments.claims import FILE, VARIANT, Comparison, Side
+from experiments.claims import FILE, VARIANT
 from experiments.evidence import compact
-from tests.sweeps.finished_cells import finish
-from tests.sweeps.inner import read
+from fl_bn.sweep.cells import Cell
+from fl_bn.sweep.file import read
 
 DEFINITION = """
 title = "Two methods"
@@ -52,30 +56,37 @@ no = "It is not."
 """
 
 
+def finish(cell: Cell, accuracies: Sequence[float | None]) -> None:
+    """Write the files of a run that reached these accuracies, each round in ten seconds; one of too few rounds was killed."""
+    cell.path.mkdir(parents=True, exist_ok=True)
+    (cell.path / "config.toml").write_text(tomli_w.dumps(cell.config.to_mapping()))
+    rows = [{"round": n, "loss": 1.0 / n, "accuracy": value, "seconds": 10.0} for n, value in enumerate(accuracies, 1)]
+    (cell.path / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if len(accuracies) == cell.config.rounds:
+        cell.write_outcome("finished", 1.0)
+
+
 def register(experiment: Experiment, text: str = CLAIMS) -> Path:
     """Write the register of claims into the folder of the experiment's file; return this folder."""
     (experiment.file.parent / FILE).write_text(text)
     return experiment.file.parent
 
 
-def runs(experiment: Experiment, folder: Path, data: str, accuracy: dict[str, float], variant: str = VARIANT) -> None:
-    """Write the files of finished runs into ``folder``. ``accuracy`` has the accuracy (0..1) of each cell that is finished, by name."""
-    for cell in read(experiment.file, variant, data).cells(folder):
+def kept(experiment: Experiment, tmp_path: Path, accuracy: dict[str, float], out: str = "out", variant: str = VARIANT) -> Path:
+    """Write finished runs, and write their results to the file of committed results; return the folder that has ``results``.
+
+    ``accuracy`` has the accuracy (0..1) of each cell that is finished, by name.
+    """
+    place = tmp_path / f"runs-{out}-{variant}"
+    for cell in read(experiment.file, variant, "/somewhere").cells(place):
         if cell.config.name in accuracy:
             finish(cell, [*[None] * (cell.config.rounds - 1), accuracy[cell.config.name]])
             (cell.path / "summary.md").write_text("done")
             (cell.path / "environment.json").write_text('{"commit": "abc1234"}')
-
-
-def kept(experiment: Experiment, tmp_path: Path, accuracy: dict[str, float], out: str = "out", variant: str = VARIANT) -> Path:
-    """Write finished runs, and write their results to the file of committed results; return the folder that has ``results``."""
-    place = tmp_path / f"runs-{out}-{variant}"
-    runs(experiment, place, "/somewhere", accuracy, variant)
     compact(experiment, variant, place, "/somewhere", tmp_path / out)
     return tmp_path / out
 
 
-ABOVE = Comparison(Side((("A", "x", 0),)), Side((("B", "x", 0),)), paper=(70.0, 60.0))
 ALL = {
     f"{method}-seed{seed}": value
     for method, values in {"FedAvg": (0.5, 0.52, 0.51), "FedBN": (0.6, 0.63, 0.61)}.items()

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 from scipy.stats import t as student  # type: ignore[import-untyped]
-from scipy.stats import ttest_1samp, ttest_rel
+from scipy.stats import ttest_rel
 
 from experiments import judging
-from experiments.claims import Claim, Rules
+from experiments.claims import Claim, Comparison, Rules, Side
 from experiments.judging import AGAINST, HELD, LESS, MISSING, OPEN, UNDECIDED, Outcome, verdict
-from experiments.scale import phases, too_short
+from experiments.scale import too_short
+from fl_bn.report.cells import Cell as ReportedCell
+from fl_bn.run.config import RunConfig
 from tests.listed import listed
-from tests.sweeps.evidence_runs import ABOVE
-from tests.sweeps.inner import ReportedCell, RunConfig
+
+ABOVE = Comparison(Side((("A", "x", 0),)), Side((("B", "x", 0),)), paper=(70.0, 60.0))
 
 
 def outcome(*differences: float, **more: object) -> Outcome:
@@ -49,17 +51,13 @@ FIVE = {"needed": 5, "collapse": 10.0}  # five seeds decide, and three only a co
         ((-3.0, -3.1, -2.9), {}, AGAINST),
         ((3.0, -2.0, 1.0), {}, LESS),
         ((9.0, -9.0, 0.0), {}, OPEN),
-        ((30.0,), {}, OPEN),
         ((), {}, MISSING),
         ((0.1, -0.1, 0.2), {"limit": 2.0}, HELD),
         ((5.0, 5.1, 4.9), {"limit": 2.0}, AGAINST),
         ((1.9, 2.3, 1.7), {"limit": 2.0}, OPEN),
-        ((-1.0, -1.0, -1.0), {"limit": 2.0}, HELD),
         (SMALL_GAP, FIVE, OPEN),
         ((*SMALL_GAP, 3.0, 3.1), FIVE, HELD),
         (LARGE_GAP, FIVE, HELD),
-        (tuple(-value for value in LARGE_GAP), FIVE, AGAINST),
-        (LARGE_GAP, {"needed": 5}, OPEN),
         (LARGE_GAP[:2], FIVE, OPEN),
     ],
 )
@@ -78,33 +76,25 @@ def test_verdicts() -> None:
         ((HELD_ONE, HELD_ONE), judging.REPRODUCED),
         ((HELD_ONE, HELD_ONE, OPEN_ONE), "mostly reproduced (2 of 3)"),
         ((LESS_ONE, LESS_ONE, HELD_ONE), "smaller than the paper's (2 of 3)"),
-        ((LESS_ONE, OPEN_ONE), UNDECIDED),
         ((HELD_ONE, OPEN_ONE), UNDECIDED),
         ((HELD_ONE, HELD_ONE, AGAINST_ONE), "contradicted (1 of 3)"),
-        ((HELD_ONE, *(AGAINST_ONE,) * 15), "contradicted (15 of 16)"),
         ((SMALL_ONE, SMALL_ONE), judging.NOT_AT_SCALE),
-        ((HELD_ONE, HELD_ONE, SMALL_ONE), "mostly reproduced (2 of 3)"),
         ((HELD_ONE, NONE), UNDECIDED),
         ((NONE, NONE), judging.NOT_RUN),
     ]
     for outcomes, expected in cases:
         assert verdict(claim, outcomes) == expected
-    states = SMALL_ONE.state, SMALL_ONE.tested, replace(NONE, small="short").state
-    assert states == (judging.SMALL, HELD, MISSING)  # too short decides nothing
     assert verdict(replace(claim, untestable="no data"), []) == judging.UNTESTABLE
     assert verdict(replace(claim, exact="tests/x.py"), []) == "reproduced (exactly)"
 
 
 def test_seeds_that_divide_the_same_samples_have_the_variance_of_nadeau_and_bengio() -> None:
-    """The closed form: stdev * sqrt(1 / n + test / train). Control: 0, which is the test of scipy."""
+    """The closed form: stdev * sqrt(1 / n + test / train)."""
     values = (1.0, 4.5, 2.5, 3.0, -1.0)
-    plain, one = outcome(*values), outcome(*values, resampled=0.25)
-    error, quantile = stdev(values) * math.sqrt(1 / 5 + 0.25), student.ppf(0.975, 4)
+    one, error = outcome(*values, resampled=0.25), stdev(values) * math.sqrt(1 / 5 + 0.25)
     assert one.p == pytest.approx(2 * student.sf(2.0 / error, 4), rel=1e-9)
-    assert one.half == pytest.approx(quantile * error, rel=1e-9)
-    assert one.detectable == pytest.approx(plain.detectable * 1.5, rel=1e-9)  # sqrt(0.45 / 0.2)
-    assert plain.p == pytest.approx(ttest_1samp(values, 0).pvalue, rel=1e-9)
-    assert (plain.half, one.half) == pytest.approx((quantile * stdev(values) / math.sqrt(5), 1.5 * plain.half), rel=1e-9)
+    assert one.half == pytest.approx(student.ppf(0.975, 4) * error, rel=1e-9)
+    assert one.detectable == pytest.approx(outcome(*values).detectable * 1.5, rel=1e-9)  # sqrt(0.45 / 0.2)
 
 
 RISING = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
@@ -132,18 +122,14 @@ IN_A_PHASE = "of the paper's steps per client in a phase of the schedule"
     [
         ({}, {"steps": (3000.0,)}, ""),  # 1,000 of 3,000
         ({}, {"steps": (3100.0,)}, "32 % of the paper's steps per client"),
-        ({"fraction": 0.5}, {"steps": (3000.0,)}, "17 % of the paper's steps per client"),
         ({"local_steps": 0, "local_epochs": 2}, {"epochs": (1000.0,)}, "20 % of the paper's epochs per client"),
         ({"batch_size": 10}, {"samples": (100_000.0,)}, "10 % of the paper's samples per client"),
-        ({}, {}, ""),  # a claim that is not of converged accuracy
         (MILESTONES, {"steps": (500.0, 400.0, 1000.0)}, f"10 % {IN_A_PHASE}"),  # long enough in all, but the last phase is not
-        (MILESTONES, {"steps": (500.0, 400.0, 100.0)}, ""),
         (STEP, {"steps": (1600.0, 800.0, 800.0)}, f"31 % {IN_A_PHASE}"),
     ],
 )
 def test_a_third_of_the_training_is_enough_in_every_phase(config: dict[str, Any], claim: dict[str, Any], why: str) -> None:
     assert short(cell(RISING, **config), **claim) == why
-    assert phases(RunConfig(**MILESTONES)) == [50, 90, 100]
 
 
 @listed(
@@ -151,9 +137,7 @@ def test_a_third_of_the_training_is_enough_in_every_phase(config: dict[str, Any]
     [
         (FLAT, {"learning_rate_schedule": "exponential", "learning_rate_decay": 0.998}, True),
         ([*FLAT[:8], 0.5, 0.52], {}, False),  # it gains in the last fifth
-        ([0.1, *FLAT[1:]], {}, True),
         (FLAT, {"learning_rate_schedule": "cosine"}, False),  # the rate has ended it
-        (FLAT, {"learning_rate_schedule": "exponential", "learning_rate_decay": 0.9}, False),
         ([0.1, 0.2, 0.3, 0.4, *FLAT[:6]], STEP, False),  # the last phase is flat, the first is not
     ],
 )

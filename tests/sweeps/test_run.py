@@ -7,142 +7,154 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from torch import nn
 
+from experiments.kept import finished
+from fl_bn.flower import RunFailed
 from fl_bn.models import build
-from tests.experiment.inside import ends_with_a_sentence
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.sweep import run
+from fl_bn.sweep.cells import Cell, run_cell
+from fl_bn.sweep.file import parse
+from tests.experiment.inside import COMMAND, ENVIRONMENT, ends_well, ends_with_a_sentence
+from tests.experiment.resuming import small_run, stopped
+from tests.integration.runs import bits, differences
+from tests.listed import listed
 from tests.refusals import naming
-from tests.sweeps.finished_cells import Threads, checkpoint, finish
-from tests.sweeps.inner import Cell, ConfigError, cells, parse, run
+from tests.sweeps.evidence_runs import finish
 
 TINY = {
     "dataset": "digits-plain", "image-size": 8, "model": "mlp", "clients": 2, "rounds": 2, "local-steps": 1, "batch-size": 8,
     "partition": "iid", "evaluate-every": 1,
 }  # fmt: skip
-METHODS = {"BN": {"method": "fedavg"}, "GN": {"method": "gn"}}
+SPARED = "FL_BN_TEST_SPARED"
 
 
-def tables(**more: Any) -> dict[str, Any]:
-    return {"title": "tiny", "run": {**TINY, **more}, "axes": {"method": METHODS}}
+def a_cell(folder: Path, **keys: Any) -> Cell:
+    return Cell(RunConfig.from_mapping({"output": str(folder), "name": "a", "rounds": 2, **keys}))
 
 
-def test_a_failed_cell_is_left_until_a_retry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran, told = list[str](), list[tuple[int, int]]()
+def test_what_another_process_runs_is_left_alone(tmp_path: Path) -> None:
+    cell = Cell(RunConfig.from_mapping(small_run(tmp_path, method="gn")))
+    with cell.held(), naming("another", RunFailed):
+        run_cell(cell)
+    assert not cell.path.exists()
+    run_cell(cell)  # control: held by nobody
+    assert cell.finished()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".npz") == ["run", "run.log"]
 
-    def run_cell(cell: Cell) -> None:
-        ran.append(str(cell.axes["method"]))
-        if cell.axes["method"] == "GN" and len(ran) < 3:
-            cell.write_outcome("failed", 0.0, "ValueError: the disk is full")
-            raise ValueError("the disk is full")
-        finish(cell, [0.5, 0.6])
 
-    monkeypatch.setattr(cells, "ProcessPoolExecutor", Threads)
-    monkeypatch.setattr(cells, "run_cell", run_cell)
-    made = parse(tables(), "x", "", "", {})
-    finish(made.cells(tmp_path)[0], [0.5])  # killed after one of two rounds, and so begun again
+@listed("what", ["interrupted", "failed", "without a config"])
+def test_what_was_interrupted_goes_on_and_what_failed_begins_anew(what: str, tmp_path: Path) -> None:
+    values = small_run(tmp_path, method="gn")
+    cell, path = Cell(RunConfig.from_mapping(values)), stopped(values, 3)
+    if what == "failed":
+        cell.write_outcome("failed", 1.0)
+    if what == "without a config":  # a crash has emptied it
+        (path / "config.toml").write_bytes(b"rounds = ")
+    assert not cell.finished()
+    run_cell(cell)
+    assert cell.finished()
+    assert ("going on after round 2" in path.with_name("run.log").read_text()) == (what == "interrupted")
+    whole = replace(cell, config=replace(cell.config, name="whole"))
+    run_cell(whole)
+    assert differences(bits(whole.path), bits(path)) == []
 
-    def again(retry: bool = False) -> dict[str, str]:
-        return run.run(made, run.plan(made, tmp_path, retry=retry), tmp_path, 1, lambda done, total: told.append((done, total)))
 
-    assert again() == {"GN": "ValueError: the disk is full"}
-    checkpoint(made.cells(tmp_path)[1])
-    assert again() == {"GN": "ValueError: the disk is full"}
-    assert ran == ["BN", "GN"]  # neither what finished nor what failed is done again
-    assert (tmp_path / "runs" / "GN" / "checkpoints").exists()
-    assert again(retry=True) == {}
-    assert (ran, told[-1]) == (["BN", "GN", "GN"], (4, 4))
-    assert json.loads((tmp_path / "runs" / "GN" / "cell.json").read_text())["axes"] == {"method": "GN"}
-    assert run.plan(made, tmp_path).todo == []
+def test_a_cell_that_ran_on_another_device_and_engine_is_finished_and_kept_as_it_ran(tmp_path: Path) -> None:
+    """What changes last digits alone is no other run; what the file says of it does not hide how it was run."""
+    there = a_cell(tmp_path, engine="vectorised", **{"memory-format": "channels-last", "data-path": "here"})
+    finish(there, [0.5, 0.6])
+    (tmp_path / "a" / "environment.json").write_text('{"commit": "abc"}')
+    here = a_cell(tmp_path, device="cpu", **{"data-path": "here"})
+    assert here.finished()
+    (kept,) = finished([here], [a_cell(tmp_path, device="cpu", **{"data-path": "{data}"})])
+    told = [kept.config.get(key) for key in ("engine", "memory-format", "device", "data-path")]
+    assert told == ["vectorised", "channels-last", None, "{data}"]
+    with naming("learning-rate", ConfigError):  # control
+        a_cell(tmp_path, **{"learning-rate": 0.1, "data-path": "here"}).finished()
+    with naming("centralised", ConfigError):
+        replace(here, centralised=True).finished()
 
 
 def test_what_cannot_be_run_is_said_before_anything_runs(tmp_path: Path) -> None:
     """The same checks as before a single run, which has tests of all of them."""
-    for keys, message in (({"dataset": "npz", "data-path": "nowhere.npz"}, "nowhere.npz"), ({"model": "resnet19"}, "'resnet19'")):
-        with naming(message, ConfigError):
-            run.check(run.plan(parse(tables(**keys), "x", "", "", {}), tmp_path).todo)
+    tables = {"run": {**TINY, "model": "resnet19"}, "axes": {"method": {"GN": {"method": "gn"}}}}
+    with naming("'resnet19'", ConfigError):
+        run.check(run.plan(parse(tables, "x", "", "", {}), tmp_path).todo)
     (tmp_path / "wrong.toml").write_text("[run]\nround = 3\n")
     ends_with_a_sentence("sweep", tmp_path / "wrong.toml", "--output", tmp_path / "out", about="round")
     assert not (tmp_path / "out").exists()
 
 
-# The command, in processes of its own
+# In processes of their own
 
 
-def suicide(**arguments: Any) -> Any:
-    """Kill the worker process of a sweep that builds this network, as the kernel does when memory is short."""
-    if multiprocessing.parent_process() is not None:
+def ailing() -> bool:
+    return multiprocessing.parent_process() is not None and SPARED not in os.environ
+
+
+def dies(**arguments: Any) -> nn.Module:
+    """Kill the worker process that builds this network, as the kernel does when memory is short."""
+    if ailing():
         os.kill(os.getpid(), signal.SIGKILL)
     return build("mlp", **arguments)
 
 
-def begin(folder: Path, rounds: int, out: str, jobs: int = 2, gn: str = "") -> subprocess.Popen[str]:
-    """Run a sweep of two methods and two seeds. ``gn`` are further keys of the second method."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in {**TINY, "rounds": rounds, "seed": [0, 1]}.items()]
-    methods = ["[axes.method]", 'BN = { method = "fedavg" }', f'GN = {{ method = "gn"{gn} }}', ""]
-    (folder / "tiny.toml").write_text("\n".join(["[run]", *lines, *methods]))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "fl_bn.cli.main", "sweep", str(folder / "tiny.toml"), "--jobs", str(jobs), "--output", str(folder / out)],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+def raises(**arguments: Any) -> nn.Module:
+    assert not ailing(), "no such luck"
+    return build("mlp", **arguments)
+
+
+def test_a_cell_that_fails_or_whose_worker_dies_is_left_until_a_retry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = {"whole": "mlp", "raises": f"{__name__}:raises", "dies": f"{__name__}:dies"}
+    made = parse({"run": TINY, "axes": {"model": {name: {"model": model} for name, model in models.items()}}}, "x", "", "", {})
+
+    def again(retry: bool = False) -> dict[str, str]:
+        return run.run(made, run.plan(made, tmp_path, retry=retry), tmp_path, 1, lambda done, total: None)
+
+    def ended() -> dict[str, int]:
+        return {file.parent.name: file.stat().st_mtime_ns for file in tmp_path.glob("runs/*/cell.json")}
+
+    failed, times = again(), ended()
+    assert failed.keys() == {"raises", "dies"}
+    assert "no such luck" in failed["raises"]
+    assert "its process died" in failed["dies"]
+    assert (again(), ended()) == (failed, times)  # neither what finished nor what failed is done again
+    monkeypatch.setenv(SPARED, "1")
+    assert again(retry=True) == {}
+    assert run.plan(made, tmp_path).todo == []
+    assert {name for name, time in ended().items() if time != times[name]} == {"raises", "dies"}
+
+
+@pytest.mark.slow
+def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
+    lines = [f"{key} = {json.dumps(value)}" for key, value in {**TINY, "rounds": 30, "seed": [0, 1]}.items()]
+    methods = ["[axes.method]", 'BN = { method = "fedavg" }', 'GN = { method = "gn" }', ""]
+    (tmp_path / "tiny.toml").write_text("\n".join(["[run]", *lines, *methods]))
+    command = ("sweep", str(tmp_path / "tiny.toml"), "--jobs", "2", "--output")
+    process = subprocess.Popen(
+        [*COMMAND, *command, str(tmp_path / "cut")], env=ENVIRONMENT,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # of tests in a shell's background it would be ignored
     )  # fmt: skip
-
-
-def ends(process: subprocess.Popen[str], status: int = 0) -> str:
-    """Wait for the command's end with this status, and return what it printed."""
-    said = process.communicate(timeout=250)[0]
-    assert process.returncode == status, said
-    return said
-
-
-def models(folder: Path) -> dict[str, dict[str, bytes]]:
-    """The bits of every tensor; the file's own bytes have their metadata in any order."""
-    files = folder.glob("runs/*/model.safetensors")
-    return {file.parent.name: {name: tensor.numpy().tobytes() for name, tensor in load_file(file).items()} for file in files}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)])
-def test_an_interrupted_sweep_goes_on_where_it_was(how: signal.Signals, tmp_path: Path) -> None:
-    process, limit = begin(tmp_path, 60, "cut"), time.monotonic() + 200
-    while not (finished := [path.parent for path in tmp_path.glob("cut/runs/*/cell.json")]) or not any(
+    while not (ended := [*tmp_path.glob("cut/runs/*/cell.json")]) or not any(
         path.stat().st_size for path in tmp_path.glob("cut/runs/*seed1*/rounds.jsonl")
     ):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < limit
+        assert process.poll() is None
         time.sleep(0.05)
-    process.send_signal(how)
-    ends(process, 130 if how is signal.SIGINT else -signal.SIGKILL)
-    workers_gone(tmp_path)
-    before = {path: (path / "cell.json").stat().st_mtime_ns for path in finished}
+    process.send_signal(signal.SIGINT)
+    assert process.wait(250) == 130
+    before = {path: path.stat().st_mtime_ns for path in ended}
     for out in ("cut", "whole"):
-        ends(begin(tmp_path, 60, out))
-    assert {path: (path / "cell.json").stat().st_mtime_ns for path in finished} == before  # not done again
-    assert models(tmp_path / "cut") == models(tmp_path / "whole")
-    assert len({bits["head.weight"] for bits in models(tmp_path / "cut").values()}) == 4  # control: they are four models
+        ends_well(*command, tmp_path / out)
+    assert {path: path.stat().st_mtime_ns for path in ended} == before  # not done again
+    found, whole = ({path.name: bits(path) for path in tmp_path.glob(f"{out}/runs/*") if path.is_dir()} for out in ("cut", "whole"))
+    assert found == whole
+    assert len({one["model.safetensors/head.weight"] for one in found.values()}) == 4  # control: they are four models
     assert (tmp_path / "cut" / "report.html").exists()
-
-
-def workers_gone(folder: Path, seconds: float = 20.0) -> None:
-    """Wait until nobody writes into the folder any more."""
-    limit = time.monotonic() + seconds
-    while True:
-        sizes = [path.stat().st_size for path in folder.rglob("rounds.jsonl")]
-        time.sleep(1.5)
-        if sizes == [path.stat().st_size for path in folder.rglob("rounds.jsonl")]:
-            return
-        assert time.monotonic() < limit, "a worker outlives its sweep"
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_fails_its_cell_alone(tmp_path: Path) -> None:
-    said = ends(begin(tmp_path, 2, "out", gn=', model = "tests.sweeps.test_run:suicide"'), 1)
-    status = {path.parent.name: json.loads(path.read_text())["status"] for path in tmp_path.glob("out/runs/*/cell.json")}
-    assert status == {"BN-seed0": "finished", "BN-seed1": "finished", "GN-seed0": "failed", "GN-seed1": "failed"}
-    assert "its process died" in said
