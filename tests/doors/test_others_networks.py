@@ -19,6 +19,7 @@ from fl_bn import Federation, Task, convert, methods
 from fl_bn.methods import METHODS, Method
 from fl_bn.task import batch_size
 from tests.doors.inner import RunConfig, Unconvertible
+from tests.doors.test_federation import made, net
 from tests.listed import listed
 from tests.networks import Wired
 from tests.refusals import naming
@@ -26,27 +27,16 @@ from tests.refusals import naming
 RATE = 0.1
 
 
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def batch(samples: int = 8, seed: int = 0) -> tuple[Tensor, Tensor]:
-    made = torch.Generator().manual_seed(seed)
-    return torch.randn(samples, 4, generator=made) + seed, torch.randint(0, 2, (samples,), generator=made)
-
-
 def federation(model: nn.Module | None = None, method: Any = None, clients: Any = None, **options: Any) -> Federation:
-    own = clients or [[batch(4)], [batch(64, 1)]]
-    made: dict[str, Any] = {"optimizer": partial(SGD, lr=RATE), "workers": 1} | options
-    return Federation(model or net(), method or methods.fedavg(), own, **made)
+    own = clients or [[made(0, 4)], [made(1, 64)]]
+    return Federation(model or net(), method or methods.fedavg(), own, **({"optimizer": partial(SGD, lr=RATE), "workers": 1} | options))
 
 
 # Targets
 
 
 def test_a_client_weighs_its_samples_whatever_form_the_targets_have() -> None:
-    clients = [[(x, {"a": y, "b": (y,)})] for x, y in (batch(4), batch(64, 1))]
+    clients = [[(x, {"a": y, "b": (y,)})] for x, y in (made(0, 4), made(1, 64))]
     formed = federation(clients=clients, loss=lambda output, y: F.cross_entropy(output, y["b"][0]))
     (mine,), (theirs,) = formed.run(1), federation().run(1)
     assert [client.samples for client in mine.clients] == [4, 64]
@@ -68,9 +58,9 @@ def test_the_size_of_a_batch() -> None:
         batch_size("a text", None)
 
 
-@listed("targets", [torch.rand(8, 2), torch.rand(8), torch.ones(8, 3, dtype=torch.int64)])
+@listed("targets", [torch.rand(8, 3), torch.rand(8), torch.ones(8, 2, dtype=torch.int64)])
 def test_targets_that_classification_cannot_evaluate_are_said(targets: Tensor) -> None:
-    given = [(batch()[0], targets)]
+    given = [(made(0, 8)[0], targets)]
     with naming(str(tuple(targets.shape))):
         list(federation(clients=[given], loss=lambda output, y: output.square().mean(), test=given).run(1))
 
@@ -93,7 +83,7 @@ def test_what_would_not_follow_the_new_layer_is_refused_and_hooks_do() -> None:
     convert(patched(), methods.fedavg())  # control: no layer is replaced
     model = net()
     model[1].register_forward_hook(lambda layer, x, y: y * 0)
-    assert not convert(model, methods.gn(groups=2))[1](torch.randn(8, 8)).any()
+    assert not convert(model, methods.gn(groups=2))[1](torch.randn(8, 16)).any()
 
 
 # The unit scale
@@ -111,7 +101,7 @@ class Forked(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         h = self[0](x)
         y: Tensor = self[3](self[1](h))
-        return y if self.training else y + h[:, :2]
+        return y if self.training else y + h[:, :3]
 
 
 @listed("make", [net, lambda: Forked(*net()), hooked], ids=["plain", "forked", "hooked"])
@@ -134,8 +124,8 @@ def test_weights_are_not_rescaled_where_that_would_change_the_function(make: Cal
     ids=lambda one: one.name if isinstance(one, Method) else ",".join(map(str, one.values())),
 )
 def test_a_federation_clips_where_a_run_config_clips(method: Method, keys: dict[str, Any]) -> None:
-    made = federation(method=method, optimizer=partial(SGD, lr=RATE, momentum=0.9))
-    found, wanted = made._transport.clients.own[0].settings, RunConfig.from_mapping(keys).local_training()
+    fed = federation(method=method, optimizer=partial(SGD, lr=RATE, momentum=0.9))
+    found, wanted = fed._transport.clients.own[0].settings, RunConfig.from_mapping(keys).local_training()
     assert (found.clip, found.clip_limit, found.step_clip) == (wanted.clip, wanted.clip_limit, wanted.step_clip)
 
 
@@ -154,7 +144,7 @@ class Masked(nn.Module):
 
 
 def around(layer: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), layer, nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), layer, nn.Linear(8, 3))
 
 
 def test_a_layer_that_the_first_forward_pass_makes_is_refused_by_name() -> None:
@@ -164,14 +154,14 @@ def test_a_layer_that_the_first_forward_pass_makes_is_refused_by_name() -> None:
 
     for method in (methods.fedavg(), methods.fbn(), methods.hbn(), methods.fedtan()):
         with naming("2.late", (ValueError, KeyError)):  # type: ignore[arg-type]
-            list(federation(around(Wired(late)), method, test=[batch(4)]).run(2))
+            list(federation(around(Wired(late)), method, test=[made(0, 4)]).run(2))
 
 
 @listed("persistent", [True, False])
 @listed("dtype", [torch.float32, torch.int64])
 def test_buffers_whose_entries_share_memory(dtype: torch.dtype, persistent: bool) -> None:
     model = around(Masked(dtype, persistent))
-    fed = federation(model, methods.fbn(), test=[batch(4)])
+    fed = federation(model, methods.fbn(), test=[made(0, 4)])
     list(fed.run(2))
     assert torch.equal(fed.model[2].rows, model[2].get_buffer("rows"))
     assert model[2].get_buffer("rows").stride(0) == 0  # the user's own stays as it is
@@ -209,8 +199,8 @@ def test_a_detector_of_torchvision_trains() -> None:
     boxes, labels = torch.tensor([[4.0, 4, 30, 40], [20, 10, 60, 50]]), torch.tensor([1, 2])
     clients = [[([torch.rand(3, 64, 64) for _ in range(n)], [{"boxes": boxes, "labels": labels}] * n)] for n in (4, 3)]
     for method in (methods.fedavg(), methods.fbn(), methods.hbn(), methods.fedtan()):
-        made = federation(model, method, clients, task=Detection(), test=clients[0], optimizer=partial(SGD, lr=0.001))
-        (record,) = made.run(1)
+        fed = federation(model, method, clients, task=Detection(), test=clients[0], optimizer=partial(SGD, lr=0.001))
+        (record,) = fed.run(1)
         assert record.aggregated
         assert 0 <= record.evaluation["boxes"] <= 5
-        assert made.model.backbone.body["0"][1].running_mean.any()  # type: ignore[union-attr,index]
+        assert fed.model.backbone.body["0"][1].running_mean.any()  # type: ignore[union-attr,index]

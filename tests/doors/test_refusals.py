@@ -19,6 +19,7 @@ from fl_bn import Classification, EarlyStop, Federation, SeededBatches, convert,
 from fl_bn.methods import METHODS, Method
 from fl_bn.objectives import Scaffold
 from tests.doors.inner import Defence
+from tests.doors.test_federation import made, net
 from tests.listed import listed
 from tests.refusals import naming
 
@@ -26,14 +27,8 @@ Give = Callable[[], Any]
 FEDAVG = methods.fedavg()
 
 
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-
-
-def batches(n: int = 8, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(n, 5, generator=generator), torch.randint(0, 3, (n,), generator=generator))]
+def batches(seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+    return [made(seed, 8)]
 
 
 def fed(method: Any = FEDAVG, model: Any = None, clients: Any = None, **named: Any) -> Federation:
@@ -130,7 +125,7 @@ RUNS: dict[str, tuple[Give, str]] = {
     "no test batch": (lambda: run(test=[]), "test"),
     "no gradients": (without_gradients, "no_grad"),
     "loaders with workers, in workers": (lambda: run(clients=[loader(num_workers=2)] * 2, workers=2), "num_workers=2"),
-    "single samples": (lambda: fed().evaluate([(torch.randn(5), 1), (torch.randn(5), 0)]), "client 0"),
+    "single samples": (lambda: fed().evaluate([(torch.randn(6), 1), (torch.randn(6), 0)]), "client 0"),
     "test batches of each client from an iterator": (lambda: fed(methods.fedbn()).evaluate(once()), "iterated over again"),
     **{f"the network of client {one!r}": (lambda one=one: trained().client_model(one), repr(one)) for one in (3, -1, "0")},
     "fewer targets than inputs": (lambda: SeededBatches(torch.zeros(8, 4), torch.zeros(5), 4), "(5,)"),
@@ -140,9 +135,9 @@ RUNS: dict[str, tuple[Give, str]] = {
 
 
 def trained() -> Federation:
-    made = fed(methods.fedbn())
-    list(made.run(1))
-    return made
+    done = fed(methods.fedbn())
+    list(done.run(1))
+    return done
 
 
 @listed("give, key", cases(RUNS))
