@@ -17,5 +17,5 @@ from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from fl_bn.federation.schema import START
 from fl_bn.federation.values import ClientState
 from fl_bn.models.weights import load_weights
-from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.config import RunConfig
 from fl_bn.support.durable import Damaged

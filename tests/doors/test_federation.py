@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from fl_bn import Callback, Federation, SeededBatches, methods
 from fl_bn.methods import Refresh
 from tests.doors.doors import apart
-from tests.doors.inner import server_optimizer
 from tests.listed import listed
 
 
@@ -86,22 +85,6 @@ def test_the_model_is_one_that_was_evaluated_where_statistics_are_measured(name:
     same = [key for key, tensor in notes.evaluated[4].items() if "tracked" not in key and torch.equal(found[key], tensor)]
     assert (len(same) > 4) == measures  # control: the others' weights are those of round 5
     assert found["1.running_mean"].any()
-
-
-def of_two_runs(optimizer: Any) -> list[Tensor]:
-    fed, ends = Federation(net(), methods.fbn(), SEEDED, server_optimizer=optimizer), []
-    for _ in range(2):
-        list(fed.run(2))
-        ends.append(fed.model.state_dict()["0.weight"])
-    return ends
-
-
-@listed("name", ["fedavgm", "fedadam", "fedacg"])
-def test_a_server_optimizer_for_two_federations_has_a_memory_for_each(name: str) -> None:
-    one = server_optimizer(name)
-    first, again = of_two_runs(one), of_two_runs(one)
-    assert all(map(torch.equal, first, again))
-    assert not torch.equal(first[1], of_two_runs(server_optimizer("fedavg"))[1])  # control: within a federation it has a memory
 
 
 def test_the_network_given_is_not_changed() -> None:

@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SubsetRandomSampler, TensorDataset
 
-from fl_bn import Federation, SeededBatches, methods, per_client
+from fl_bn import Federation, methods, per_client
 from fl_bn.methods import METHODS
 from tests.conformance.cases import every_method
 from tests.doors.inner import Defence
 from tests.doors.test_federation import TEST, made, net
 from tests.listed import listed
-from tests.networks import Wired
 
 ALL = TensorDataset(*made(0, 1000))
 
@@ -112,26 +111,6 @@ def test_how_often_and_on_what_is_evaluated_does_not_change_what_is_trained(kind
     assert not torch.equal(often, weights_after("hbn", kind, seed=9))  # control: the order counts
     on_training_batches = (weights_after("fedavg", kind, on_training_batches=True, evaluate_every=every) for every in (1, 4))
     assert all(torch.equal(weights_after("fedavg", kind, evaluate_every=4), one) for one in on_training_batches) or kind == "one for all"
-
-
-def reader() -> nn.Module:
-    torch.manual_seed(0)
-    parts = {"words": nn.Embedding(10, 8), "norm": nn.BatchNorm1d(8), "head": nn.Linear(8, 2)}
-    return Wired(lambda net, x: net.head(net.norm(net.words(x).mean(1)).relu()), **parts)
-
-
-@listed("engine", ["sequential", "vectorised"])
-@listed("dtype", [torch.int64, torch.int32])
-def test_indices_of_an_embedding_reach_the_network_as_they_are(dtype: torch.dtype, engine: str) -> None:
-    draw = torch.Generator().manual_seed(0)
-    x, y = torch.randint(0, 10, (32, 5), generator=draw), torch.randint(0, 2, (32,), generator=draw)
-
-    def trained(x: Tensor) -> list[float]:
-        fed = Federation(reader(), methods.fbn(), [SeededBatches(x, y, 8)] * 2, test=SeededBatches(x, y, 8), engine=engine)
-        return [record.loss for record in fed.run(2)]
-
-    assert trained(x.to(dtype)) == trained(x)
-    assert torch.equal(torch.cat([batch for batch, _ in SeededBatches(x.to(dtype), y, 8)]), x)
 
 
 class Whole(Tensor):

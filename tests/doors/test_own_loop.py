@@ -70,14 +70,6 @@ def test_clients_need_numbers_and_stray_objects_cost_nothing_else() -> None:
     assert [client.client for client in record.accepted] == [0, 2]
 
 
-def test_metrics_that_a_client_gives_are_in_the_record() -> None:
-    state = server()
-    given: list[dict[str, Any]] = [{"acc": torch.tensor(0.5), "f1": 1}, {"acc": 0.75}, {}]
-    _, record = server_round(state, [reply_of(state, client, metrics=metrics) for client, metrics in enumerate(given)])
-    assert record.client_metrics == {0: {"acc": 0.5, "f1": 1.0}, 1: {"acc": 0.75}}
-    assert record.own_metrics == {"acc": pytest.approx((8 * 0.5 + 9 * 0.75) / 17), "f1": 1.0}
-
-
 def test_mixed_precision_and_a_scaler_leave_float32() -> None:
     net = rough_network("plain", dtype=torch.float32)
     state, model = server_state(net, FBN, rounds=1), convert(net, FBN)

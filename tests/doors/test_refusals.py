@@ -154,6 +154,7 @@ def test_control_its_like_is_taken() -> None:
     assert not torch.equal(done.client_model(0)[1].weight, done.client_model(np.int64(2))[1].weight)
     assert fed(test=batches()).evaluate(once()) == fed(test=batches()).evaluate(batches())  # once is enough for one network
     assert next(iter(SeededBatches(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.zeros(4), 4)))[0].max() == -1  # an image
+    assert next(iter(SeededBatches(torch.ones(4, 5, dtype=torch.int32), torch.zeros(4), 4)))[0].dtype is torch.int32  # indices of words
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -11,10 +11,9 @@ from torch.ao import quantization
 from torch.optim import SGD
 
 from fl_bn import Federation, convert, local_round, methods, server_round, server_state, set_buffer_roles
-from fl_bn.methods import METHODS, Role
+from fl_bn.methods import METHODS
 from tests.conformance.cases import every_method
 from tests.doors.doors import DOORS, through, wide
-from tests.doors.inner import ConfigError, RunConfig, roles
 from tests.federation import random_samples
 from tests.listed import listed
 from tests.refusals import naming
@@ -111,15 +110,6 @@ def test_a_module_recomputes_its_own_buffers() -> None:
 def test_what_cannot_be_stated_is_refused(stated: dict[str, str], key: str) -> None:
     with naming(key):
         net(stated)
-
-
-def test_the_last_pattern_counts_and_copies_know() -> None:
-    model = net({"*": "kept", "0.ema": "shared", "0.mask": "constant"})
-    assert [roles(convert(model, FEDAVG))[f"0.{key}"] for key in ("ema", "mask", "ids")] == [Role.BUFFER, Role.CONSTANT, Role.KEPT]
-    assert RunConfig(buffers="*.ema=kept, mask = constant").buffers == "*.ema=kept, mask = constant"
-    for wrong in ("ema", "ema=local", "=kept"):
-        with naming("buffers", ConfigError):
-            RunConfig(buffers=wrong)
 
 
 def rounds_of(model: nn.Module, method: str = "fedavg", **options: Any) -> Federation:

@@ -95,16 +95,21 @@ def test_one_local_step_is_plain_pytorch_s_on_the_union(kind: str, door: str) ->
     assert not farthest(ours, plain(kind, 2)) < 1e-3  # control: the weights have moved
 
 
+def after_two_rounds(optimizer: str) -> Any:
+    states: list[Any] = []
+    options = {"between": lambda state: states.append(state) or state, "optimizer": server_optimizer(optimizer)}
+    own_loop(derived("old spectral norm"), FEDAVG, [[(X, Y)]] * 2, 3, **options)
+    return states[1]
+
+
 def test_clients_that_start_ahead_get_the_singular_vectors_of_their_start() -> None:
     """FedACG sends weights that are ahead of the shared ones; FedAvg, the control, sends these themselves."""
     for name in ("fedacg", "fedavg"):
-        states: list[Any] = []
-        optimizer = server_optimizer(name)
-        own_loop(derived("old spectral norm"), FEDAVG, [[(X, Y)]] * 2, 3, between=lambda s: states.append(s) or s, optimizer=optimizer)  # noqa: B023
-        sent, shared = states[1].instruction().sections["weights"], states[1].shared.tensors()
+        state = after_two_rounds(name)
+        sent = state.instruction().sections["weights"]
         sigma = torch.dot(sent["1.weight_u"], torch.mv(sent["1.weight_orig"], sent["1.weight_v"]))
         assert abs(float(sigma / torch.linalg.matrix_norm(sent["1.weight_orig"], 2)) - 1) < 1e-9
-        assert torch.equal(sent["1.weight_u"], shared["1.weight_u"]) == (name == "fedavg")
+        assert torch.equal(sent["1.weight_u"], state.shared.tensors()["1.weight_u"]) == (name == "fedavg")
 
 
 def body(kind: str) -> nn.Module:
