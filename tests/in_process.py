@@ -45,17 +45,10 @@ def client_app(
     counted: int = 0,
     tells: bool = False,
 ) -> ClientApp:
-    """Make the ClientApp.
+    """Make the ClientApp of ``clients``, by default with a small CNN.
 
-    Args:
-        method: The method.
-        clients: The samples of each client.
-        settings: The settings of local training.
-        model: The network before conversion; None: a small CNN.
-        folder: The folder for the clients' files; None: no files.
-        disturb: Called before a client computes, with its index and a text such as ``train 1``. It may raise.
-        counted: How many clients there are according to each client's config; 0: the true number.
-        tells: Whether clients send the BatchNorm layers that they keep.
+    ``disturb`` is called before a client computes, with its index and a text such as ``train 1``; it may raise. ``counted``: how many
+    clients there are according to each client's config. ``tells``: clients send the BatchNorm layers that they keep.
     """
     converted = convert(model or seeded_network("cnn"), method)
 
@@ -130,15 +123,7 @@ def arrays_of(record: ArrayRecord) -> dict[str, np.ndarray]:
 
 @dataclass
 class Run:
-    """Hold the results of a run.
-
-    Attributes:
-        strategy: The strategy.
-        grid: The grid, with all messages.
-        result: What the strategy's ``start`` returned.
-        records: The record of each round.
-        trajectory: Round -> the shared tensors that were evaluated after it.
-    """
+    """Hold the results of a run; ``trajectory`` has for each round the shared tensors that were evaluated after it."""
 
     strategy: BatchNormStrategy
     grid: WatchedGrid
@@ -163,18 +148,9 @@ def run(
     may_fail: bool = False,
     **options: Any,
 ) -> Run:
-    """Run ``rounds`` rounds in this process.
+    """Run ``rounds`` rounds in this process, by default with a small CNN and a new grid.
 
-    Args:
-        method: The method.
-        clients: The samples of each client.
-        rounds: The number of rounds.
-        settings: The settings of local training.
-        grid: The grid; None: a new one.
-        policy: Fields of ``Rounds``.
-        model: The network before conversion; None: a small CNN.
-        may_fail: If the run fails, return it without a result instead of raising.
-        options: Passed to the strategy.
+    ``policy`` are fields of ``Rounds``. ``may_fail``: a run that fails is returned without a result.
     """
     grid = grid or WatchedGrid(client_app(method, clients, settings, model=model), len(clients))
     ran = Run.__new__(Run)

@@ -7,13 +7,7 @@ from fl_bn.federation.record import RoundRecord
 
 
 class Kept(Callback):
-    """Record what the callback was called with.
-
-    Attributes:
-        records: The record of each round.
-        calls: The calls in order, such as ``evaluation 2/4``, ``round 2/4`` and ``end``.
-        ends: The error that ended the run, or None, for each end of a run.
-    """
+    """Record what the callback was called with: ``calls`` such as ``round 2/4`` and ``end``, and for each end its error or None."""
 
     def __init__(self, records: list[RoundRecord] | None = None) -> None:
         self.records, self.calls, self.ends = [] if records is None else records, list[str](), list[BaseException | None]()

@@ -25,12 +25,7 @@ def listed(names: str | Sequence[str], cases: Iterable[Any], ids: Ids = None) ->
     """Return a decorator that makes one test of all cases; its arguments are those of ``pytest.mark.parametrize``.
 
     With two decorators, the test runs every pair of cases. Each case gets a random generator, a temporary folder and a log of its own.
-
-    Args:
-        names: The test's parameters, as a list or separated by commas.
-        cases: One entry per case: the parameters' values, or a ``pytest.param`` with an id. A case cannot have marks: they hold for the
-            whole test.
-        ids: A function that returns a value's name, or the names of all cases in order; None: the values themselves are the names.
+    A case cannot have marks: they hold for the whole test.
     """
     parameters = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     several = not isinstance(names, str) or "," in names

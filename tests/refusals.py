@@ -13,12 +13,7 @@ from fl_bn.support.wire import WireError
 
 @contextmanager
 def refused(section: str, tensor: str = "") -> Iterator[pytest.ExceptionInfo[WireError]]:
-    """Expect a WireError about this section and tensor, or about this record and field.
-
-    Args:
-        section: The section of tensors, or the record.
-        tensor: The tensor's or the field's name; empty if the error is about the whole section.
-    """
+    """Expect a WireError about this section and tensor, or about this record and field; empty: about the whole section."""
     with pytest.raises(WireError) as caught:
         yield caught
     assert (caught.value.section, caught.value.tensor) == (section, tensor)

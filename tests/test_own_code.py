@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from flwr.app import Context, RecordDict
 
 from fl_bn.apps.client import build_client
-from fl_bn.data.dataset import load
 from fl_bn.flower import run_in_process
-from fl_bn.models import build
 from fl_bn.run import assembly, setup
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.support.user_code import OWN, VARIABLE, Modules, Refused, function
-from fl_bn_site.commands import commands, node_config
-from fl_bn_site.folders import ServerFolder, SiteFolder
-from fl_bn_site.kit import KitPlan, create
 from tests.listed import listed
 from tests.refusals import naming
 
-NAMES = ("theirs", "packaged", "beside", "beside_too", "trap")
+NAMES = ("theirs", "packaged", "beside", "beside_too", "trap", "spread", "spread.mine")
 DATA = """
 from os import system
 from torch import nn
@@ -45,16 +38,18 @@ def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ``trap`` raises when it is imported.
     """
     folder, other, installed = tmp_path / "app", tmp_path / "other", tmp_path / "lib/site-packages"
-    for made in (folder / "packaged", other, installed):
+    for made in (folder / "packaged", folder / "spread", other / "spread", installed):
         made.mkdir(parents=True)
+    for made in (installed, other, folder):
         monkeypatch.syspath_prepend(made)
     (folder / "pyproject.toml").write_text("[tool.flwr.app]\npublisher = 'x'\n")
     (folder / "packaged/__init__.py").write_text("from theirs import load as borrowed\n" + DATA)
     (folder / "beside.py").write_text(DATA)
+    (folder / "spread/mine.py").write_text(DATA)
+    (other / "spread/alien.py").write_text(DATA)
     (other / "theirs.py").write_text(DATA)
     (installed / "beside_too.py").write_text(DATA)
     (installed / "trap.py").write_text("raise RuntimeError('imported')")
-    monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(setup, "_modules", setup._modules)
     yield folder
     for name in NAMES:
@@ -62,22 +57,9 @@ def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assembly.forget()
 
 
-def test_a_package_that_other_folders_continue_is_taken_from_the_app_alone(app: Path) -> None:
-    """Without an __init__ it is in several folders at once; the app's comes first on the path."""
-    for folder, name in ((app, "mine"), (app.parent / "other", "mine"), (app.parent / "other", "alien")):
-        (folder / "shared_name").mkdir(exist_ok=True)
-        (folder / "shared_name" / f"{name}.py").write_text(DATA + f"\nWHERE = {str(folder)!r}\n")
-    found = function("data", "shared_name.mine:load", Modules.of(app))
-    where = sys.modules[found.__module__].WHERE
-    assert where == str(app)
-    with naming("shared_name.alien is in", Refused):
-        function("data", "shared_name.alien:load", Modules.of(app))
-    for name in ("shared_name.mine", "shared_name"):
-        sys.modules.pop(name, None)
-
-
-GIVEN: dict[str, tuple[str, str]] = {  # who may name functions: all but the app's folder itself, and what its owner allows
+GIVEN: dict[str, tuple[str, str]] = {  # who may name functions: the app's folder, and what its owner allows
     "app": ("app", ""),
+    "an app among installed packages": ("lib/site-packages", ""),
     "allowed": ("app", "theirs, torchvision.models"),
     "own process": ("", OWN),
 }
@@ -87,18 +69,15 @@ FUNCTIONS: dict[str, dict[str, str]] = {  # and words of the refusal, by who nam
     "theirs:load": {"app": "theirs is in", "allowed": "", "own process": ""},
     "theirs:system": {"allowed": "it was defined elsewhere: posix", "own process": "posix"},
     "os:system": {"app": "os is Python's own module", "own process": "os is"},
-    "posix:system": {"app": "posix is Python's own"},
-    "shutil:rmtree": {"app": "shutil is Python's own"},
-    "importlib.util:find_spec": {"app": "importlib.util is Python's own"},
     "torch.hub:load": {"app": "torch.hub is in", "own process": "torch.hub"},
-    "beside_too:load": {"app": "site-packages", "allowed": "beside_too is in", "own process": "beside_too"},
+    "beside_too:load": {"app": "site-packages", "an app among installed packages": "site-packages", "own process": "beside_too"},
+    "spread.mine:load": {"app": ""},  # without an __init__ the package is in several folders
+    "spread.alien:load": {"app": "spread.alien is in"},
     "trap:load": {"app": "trap is in"},
     "beside:system": {"app": "it was defined elsewhere: posix is Python's own"},
     "packaged:borrowed": {"app": "it was defined elsewhere: theirs is in", "allowed": ""},
-    "torchvision:disable_beta_transforms_warning": {"allowed": "torchvision"},
     "torchvision.models_x:f": {"allowed": "torchvision"},
     "fl_bn.support.durable:set_aside": {"app": "fl_bn.support.durable is part of fl-bn", "own process": "part of fl-bn"},
-    "fl_bn.apps.client:build_client": {"app": "part of fl-bn"},
     "nowhere_at_all:load": {"app": "there is no module 'nowhere_at_all'"},
 }
 
@@ -107,7 +86,7 @@ FUNCTIONS: dict[str, dict[str, str]] = {  # and words of the refusal, by who nam
 def test_a_function_is_the_apps_or_one_that_the_owner_allows(app: Path, name: str) -> None:
     for who, reason in FUNCTIONS[name].items():
         folder, allowed = GIVEN[who]
-        modules = Modules.of(app if folder else None, allowed)
+        modules = Modules.of(app.parent / folder if folder else None, allowed)
         if reason:
             with naming(reason, Refused):
                 function("data", name, modules)
@@ -118,14 +97,6 @@ def test_a_function_is_the_apps_or_one_that_the_owner_allows(app: Path, name: st
 def test_an_environment_variable_allows_modules_too(app: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "beside_too")
     assert function("data", "beside_too:load", Modules.of(app)).__module__ == "beside_too"
-
-
-def test_a_folder_of_installed_packages_is_no_app() -> None:
-    """A wheel lies beside torch, whose functions a run config may not name."""
-    installed = Path(torch.__file__).parents[1]
-    assert Modules.of(installed).app is None
-    with naming("site-packages", Refused):
-        function("data", "torch.hub:load", Modules.of(installed))
 
 
 @pytest.mark.parametrize("key", ["dataset", "model", "task"])
@@ -165,28 +136,3 @@ def test_a_sites_node_config_names_any_module_for_its_own_data(app: Path) -> Non
         client({"dataset": "theirs:load", "data-path": "x"}, model="theirs:build", **shape)
     allowed = client({"dataset": "theirs:load", "data-path": "x", "allow-modules": "theirs"}, model="theirs:build", **shape)
     assert len(allowed.site.train) == 12  # type: ignore[attr-defined]
-
-
-def test_a_function_beside_the_app_serves_a_run_in_process(app: Path) -> None:
-    config = {"clients": 2, "rounds": 1, "output": "", "partition": "iid", "batch-size": 2, "method": "fedavg"}
-    config |= {"dataset": "theirs:load", "model": "theirs:build"}
-    assert run_in_process(RunConfig.from_mapping(config).to_mapping()) is None
-
-
-def test_the_library_takes_what_its_caller_names(app: Path) -> None:
-    assert load("theirs:load").classes == 2
-    assert isinstance(build("beside_too:build", classes=2, channels=4), torch.nn.Module)
-
-
-def test_a_kit_hands_on_what_its_owner_allows(tmp_path: Path) -> None:
-    create(KitPlan("127.0.0.1", ("A", "B")), tmp_path / "kit")
-    for file, line in (("server/server.toml", 'allow-modules = ""'), ("sites/A/site.toml", 'allow-modules = ""')):
-        path = tmp_path / "kit" / file
-        text = path.read_text()
-        assert line in text
-        path.write_text(text.replace(line, 'allow-modules = "hospital.nets"'))
-    assert node_config(SiteFolder.read(tmp_path / "kit/sites/A"))["allow-modules"] == "hospital.nets"
-    assert "allow-modules" not in node_config(SiteFolder.read(tmp_path / "kit/sites/B"))
-    serverapp = next(c for c in commands(ServerFolder.read(tmp_path / "kit/server")) if c.name == "serverapp")
-    assert serverapp.env[VARIABLE] == "hospital.nets"
-    assert os.environ.get(VARIABLE) is None

@@ -15,8 +15,6 @@ from tests.listed import listed
         ("<class 'ZeroDivisionError'>:<'division\nby zero'>", "ZeroDivisionError: division by zero"),
         ("<class 'ValueError'>:<'it's > 0, and ends like <'this'>'>", "ValueError: it's > 0, and ends like <'this'>"),
         ("<class 'a.B'>:<'cut", "B: cut"),
-        ("<class 'a.B'> of something else", "<class 'a.B'> of something else"),
-        ("Error: Node Unavailable", "Error: Node Unavailable"),
         ("<class '" + "a" * 10**6, "<class '" + "a" * (REASON - 8) + " ..."),
         ("\x1b[31mred", " [31mred"),
         (None, ""),

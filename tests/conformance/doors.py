@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD
 
-from fl_bn import Callback, Federation, SeededBatches, client_model, convert, local_round, server_round, server_state
+from fl_bn import Federation, SeededBatches, client_model, convert, local_round, server_round, server_state
 from fl_bn.exchange import Layer, LocalExchange, Session, Turns, admit, dismiss
 from fl_bn.flower import (
     InProcessGrid,
@@ -41,26 +41,19 @@ from fl_bn.flower import (
     training,
 )
 from fl_bn.methods import METHODS, Method, Phase
+from tests.federation import random_samples
+from tests.kept import Kept
+from tests.networks import seeded_network
 
 Tensors = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor]
-ROUNDS, RATE, CLIENTS, CLASSES = 3, 0.05, 3, 3
+ROUNDS, RATE, CLIENTS, CLASSES = 3, 0.05, 3, 4
 SIZES = ((3, 2), (4, 3, 2), (4, 3))
 """Each client's batch sizes. Clients have different numbers of samples and of steps."""
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Build a network with two BatchNorm layers, no tensor of which has "bn" in its name."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        first = (nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2))
-        second = (nn.Conv2d(4, 6, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten())
-        net = nn.Sequential(*first, *second, nn.Linear(24, CLASSES))
-        for layer in net.modules():
-            if isinstance(layer, _BatchNorm):
-                nn.init.uniform_(layer.weight, 0.5, 1.5)
-                nn.init.uniform_(layer.bias, -0.5, 0.5)
-    return net.to(dtype)
+    return seeded_network("plain", dtype=dtype)
 
 
 def of_run_config(classes: int, channels: int, image_size: int) -> nn.Module:
@@ -70,13 +63,9 @@ def of_run_config(classes: int, channels: int, image_size: int) -> nn.Module:
 
 @cache
 def images(client: int, seed: int = 0) -> Batch:
-    """Return a client's images (n, 1, 4, 4) and labels. Each client's images are brighter than those of the client before."""
-    draw = torch.Generator().manual_seed(100 * seed + client)
-    n = sum(SIZES[client])
-    y = torch.randint(0, CLASSES, (n,), generator=draw)
-    y[:CLASSES] = torch.arange(CLASSES)  # so that no client lacks the largest label by chance
-    noise = torch.randint(0, 100, (n, 1, 4, 4), generator=draw)
-    return (noise + 40 * client + 30 * y[:, None, None, None]).to(torch.uint8), y
+    """Return a client's images and labels. Each client's images are brighter than those of the client before."""
+    made = random_samples(sum(SIZES[client]), brightness=client / 2, seed=10 * seed + client)
+    return made.x, torch.arange(len(made)) % CLASSES
 
 
 def data(client: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Batch:
@@ -101,14 +90,10 @@ def held_out(dtype: torch.dtype = torch.float64) -> list[Batch]:
 class Outcome:
     """Hold what a federation left behind.
 
-    Attributes:
-        rounds: The network after each round, as the server evaluates it, without counters.
-        clients: The network of each client after the last round.
-        cohorts: The clients whose replies were used, per round.
-        refused: The clients whose replies were not used, with the reasons, per round.
-        metrics: The last evaluation's loss and accuracy.
-        sent: The tensors that left the clients, as ``section/name``.
-        samples: The number of samples for which each client counted in the last round; only of the application.
+    ``rounds`` are the networks after each round, as the server evaluates them, and ``clients`` the clients' after the last one, without
+    counters. By round: ``cohorts``, whose replies were used, and ``refused``, with the reasons. ``metrics`` are the last evaluation's
+    loss and accuracy, ``sent`` the tensors that left the clients, as ``section/name``, and ``samples`` what a client counted for in the
+    application's last round.
     """
 
     rounds: list[Tensors] = field(default_factory=list)
@@ -119,11 +104,12 @@ class Outcome:
     sent: set[str] = field(default_factory=set)
     samples: Mapping[int, int] = field(default_factory=dict)
 
-    def note(self, record: Any) -> None:
-        """Keep the facts of a round's record."""
-        self.cohorts.append([one.client for one in record.accepted])
-        self.refused.append({one.client: one.refused for one in record.clients if one.refused})
-        self.metrics = {name: record.evaluation[name] for name in ("loss", "accuracy") if name in record.evaluation} or self.metrics
+    def note(self, *records: Any) -> None:
+        """Keep the facts of rounds' records."""
+        for record in records:
+            self.cohorts.append([one.client for one in record.accepted])
+            self.refused.append({one.client: one.refused for one in record.clients if one.refused})
+            self.metrics = {name: record.evaluation[name] for name in ("loss", "accuracy") if name in record.evaluation} or self.metrics
 
 
 def floats(state: Mapping[str, Tensor]) -> Tensors:
@@ -134,17 +120,9 @@ def floats(state: Mapping[str, Tensor]) -> Tensors:
 class Asked:
     """Say what a federation is asked for.
 
-    Attributes:
-        method: The name of the method.
-        frozen: The method itself, if its options are not the defaults.
-        rounds: The number of rounds.
-        fraction: The share of the clients that train in a round.
-        cohort: The clients of a loop of one's own; empty: all.
-        broken: A client whose data are not finite.
-        stop: The round after which the run is stopped and goes on from what it saved; 0: it is not.
-        passes: Whether statistics are measured and weights rescaled before round 1, as by default.
-        seeded: Whether the batches are drawn by seed.
-        dtype: The dtype of the network and the data.
+    The clients ``cohort`` of a loop of one's own train, or all; the data of client ``broken`` are not finite. After round ``stop`` the run
+    is stopped, and goes on from what it saved. ``equal``: clients report equal numbers of samples. ``passes``: statistics are measured and
+    weights rescaled before round 1, as by default.
     """
 
     method: str
@@ -157,6 +135,7 @@ class Asked:
     passes: bool = False
     seeded: bool = False
     dtype: torch.dtype = torch.float64
+    equal: bool = False
 
     @property
     def made(self) -> Method:
@@ -168,16 +147,15 @@ class Asked:
         """Return the arguments that decide what happens before round 1."""
         return {} if self.passes else {"calibrate": 0, "unit_scale": False}
 
+    def weight(self, client: int) -> int:
+        """Return the number of samples that a client reports."""
+        return 5 if self.equal else sum(SIZES[client])
+
     def loaders(self) -> list[Any]:
         """Return each client's batches."""
         if self.seeded:
             return [SeededBatches(*images(client), 4) for client in range(CLIENTS)]
         return [batches(client, self.broken) for client in range(CLIENTS)]
-
-
-def weight(client: int) -> int:
-    """Return the number of samples that a client reports."""
-    return sum(SIZES[client])
 
 
 # Federation
@@ -249,7 +227,7 @@ def own_loop(asked: Asked) -> Outcome:
             if method.measures_first:
                 round.measure(batches(client, asked.broken))
             loss = train(model, batches(client, asked.broken), instruction.learning_rate)
-        reply, kept[client] = round.reply(weight(client), loss, client=client)
+        reply, kept[client] = round.reply(asked.weight(client), loss, client=client)
         outcome.sent |= {f"{section}/{name}" for section, tensors in reply.sections.items() for name in tensors}
         return reply
 
@@ -302,7 +280,7 @@ def flower(asked: Asked, strategy: type[OwnAppStrategy] = OwnAppStrategy) -> Out
         client = client_of(context)
         with training(message, context, network(asked.dtype), method, loaders[client]) as round:
             loss = train(round.model, batches_in(loaders[client], client, round.number), round.learning_rate)
-        return round.message(weight(client), loss)
+        return round.message(asked.weight(client), loss)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
@@ -315,13 +293,10 @@ def flower(asked: Asked, strategy: type[OwnAppStrategy] = OwnAppStrategy) -> Out
             outcome.rounds.append(floats(arrays.to_torch_state_dict()))
         return MetricRecord({})
 
-    def note(record: Any, rounds: int) -> None:
-        outcome.note(record)
-
-    noting = Callback()
-    noting.on_round = note  # type: ignore[method-assign]
-    made = strategy(network(asked.dtype), method, fraction_train=asked.fraction, rate=constant, callbacks=[noting], **asked.before)
+    kept = Kept()
+    made = strategy(network(asked.dtype), method, fraction_train=asked.fraction, rate=constant, callbacks=[kept], **asked.before)
     made.start(InProcessGrid(app, CLIENTS, {}), num_rounds=asked.rounds, evaluate_fn=at_server)
+    outcome.note(*kept.records)
     outcome.clients = [networks.get(client, {}) for client in range(CLIENTS)]
     return outcome
 
@@ -347,8 +322,9 @@ def measured(model: nn.Module, tests: Sequence[Batch]) -> dict[str, Any]:
 class Client(NumPyClient):
     """A client that knows nothing of fl-bn."""
 
-    def __init__(self, client: int, loader: Any, tests: Sequence[Batch], seen: dict[int, Tensors], dtype: torch.dtype) -> None:
-        self.net, self.trainloader, self.client, self.tests, self.seen = network(dtype), loader, client, tests, seen
+    def __init__(self, client: int, asked: Asked, tests: Sequence[Batch], seen: dict[int, Tensors]) -> None:
+        self.net, self.trainloader = network(asked.dtype), asked.loaders()[client]
+        self.client, self.asked, self.tests, self.seen = client, asked, tests, seen
 
     def load(self, parameters: list[np.ndarray]) -> None:
         state = self.net.state_dict()
@@ -357,7 +333,7 @@ class Client(NumPyClient):
     def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
         self.load(parameters)
         loss = train(self.net, self.trainloader, config["lr"])
-        return [tensor.numpy() for tensor in self.net.state_dict().values()], weight(self.client), {"loss": loss}
+        return [tensor.numpy() for tensor in self.net.state_dict().values()], self.asked.weight(self.client), {"loss": loss}
 
     def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
         self.load(parameters)
@@ -368,7 +344,7 @@ class Client(NumPyClient):
 
 def numpy_client(asked: Asked) -> Outcome:
     """Train by a ``NumPyClient`` and a ``server_fn``."""
-    method, outcome, loaders, networks = asked.made, Outcome(), asked.loaders(), dict[int, Tensors]()
+    method, outcome, networks = asked.made, Outcome(), dict[int, Tensors]()
     tests = held_out(asked.dtype)
 
     def at_server(round: int, arrays: list[np.ndarray], config: dict[str, Any]) -> tuple[float, dict[str, Any]]:
@@ -381,16 +357,11 @@ def numpy_client(asked: Asked) -> Outcome:
         fit = {"fraction_fit": asked.fraction, "on_fit_config_fn": lambda round: {"lr": RATE}}
         return ServerAppComponents(config=ServerConfig(num_rounds=asked.rounds), strategy=FedAvg(evaluate_fn=at_server, **fit))
 
-    def note(record: Any, rounds: int) -> None:
-        outcome.note(record)
-
-    noting = Callback()
-    noting.on_round = note  # type: ignore[method-assign]
-    app = legacy_client_app(
-        lambda context: Client(client_of(context), loaders[client_of(context)], tests, networks, asked.dtype), method, mods=[spied(outcome)]
-    )
-    server = legacy_server_app(server_fn, lambda: network(asked.dtype), method, callbacks=[noting], **asked.before)
+    kept = Kept()
+    app = legacy_client_app(lambda context: Client(client_of(context), asked, tests, networks), method, mods=[spied(outcome)])
+    server = legacy_server_app(server_fn, lambda: network(asked.dtype), method, callbacks=[kept], **asked.before)
     server(InProcessGrid(app, CLIENTS, {}), Context(1, 0, {}, RecordDict(), {}))
+    outcome.note(*kept.records)
     outcome.clients = [networks.get(client, {}) for client in range(CLIENTS)]
     return outcome
 
@@ -406,7 +377,7 @@ def application(asked: Asked, **keys: Any) -> Outcome:
         for client in range(CLIENTS):
             named = {}
             for split, (x, y) in {"train": images(client), "test": images(client, 1)}.items():
-                named |= {f"x_{split}": x[:, 0].numpy(), f"y_{split}": y.numpy()}
+                named |= {f"x_{split}": x.permute(0, 2, 3, 1).numpy(), f"y_{split}": y.numpy()}
             files.append(f"{folder}/site-{client}.npz")
             np.savez(files[-1], **named)
         passes = {} if asked.passes else {"calibrate": 0, "unit-scale": False, "setup": "experiments.papers:Papers"}

@@ -4,18 +4,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local, Quantity, Request
 from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.exchange.grpc.service import ExchangeService, encode_request
 from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, end_task
-from fl_bn.exchange.session import LARGEST_COUNT, POLICIES, Session, reduce
+from fl_bn.exchange.session import POLICIES, Session
 from fl_bn.exchange.settings import Certificates, ExchangeSettings
-from fl_bn.federation.local import Samples
-from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import to_numpy
-from fl_bn.methods.fedtan import fedtan
 
 MEAN, VARIANCE, MOMENTS, GRADIENTS, STATISTICS = Quantity
 WIDE, NARROW = "stem.bn", ""  # float64 and 2 channels; float32 and 3 channels: the model itself
@@ -74,12 +70,8 @@ def reason(outcome: Outcome) -> str:
     return str(came)
 
 
-def bits(tensor: Tensor) -> bytes:
-    return bytes(tensor.numpy().tobytes())
-
-
 def local(*values: float, quantity: Quantity = MEAN, layer: str = WIDE, count: int = 1, dtype: torch.dtype | None = None) -> Local:
     return Local(Key(layer, quantity), torch.tensor(values, dtype=dtype or torch.float64), count)
 
 
-GOOD, INF, NAN = local(1.0, 1.0), float("inf"), float("nan")
+GOOD = local(1.0, 1.0)

@@ -1,8 +1,7 @@
-"""Fixtures for tests of the exchange: a controlled clock, the run's log, checks of threads, and a service without and with TLS."""
+"""Fixtures for tests of the exchange: a controlled clock, checks of threads, and a service without and with TLS."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -10,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from fl_bn.exchange import session as session_module
-from fl_bn.exchange.session import LOGGER
 from tests.exchange.certificates import make_certificates
 from tests.exchange.cohorts import Certificates, Clock, ExchangeService
-from tests.exchange.over_grpc import HOST, LARGEST, asyncio_says
+from tests.exchange.over_grpc import HOST, LARGEST
 
 
 @pytest.fixture
@@ -21,15 +19,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic=clock.monotonic))
     return clock
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    """Capture the run's log. At the end, check that asyncio has logged nothing, such as forgotten tasks or failed callbacks."""
-    monkeypatch.setattr(LOGGER, "propagate", True)
-    caplog.set_level(logging.INFO, logger=LOGGER.name)
-    yield caplog
-    assert asyncio_says(caplog) == []
 
 
 @pytest.fixture

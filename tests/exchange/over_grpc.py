@@ -11,24 +11,12 @@ from typing import Self
 
 import grpc
 import numpy as np
-import pytest
 import torch
 
-from fl_bn.exchange.grpc.service import TOKEN
-from tests.exchange.cohorts import (
-    Answer,
-    ExchangeFailed,
-    ExchangeService,
-    GrpcExchange,
-    Join,
-    Key,
-    Layer,
-    Local,
-    Quantity,
-    Session,
-    encode_request,
-    reduce,
-)
+from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local, Quantity
+from fl_bn.exchange.grpc.client import GrpcExchange
+from fl_bn.exchange.grpc.service import TOKEN, ExchangeService, encode_request
+from fl_bn.exchange.session import Session, reduce
 
 HOST = "127.0.0.1"
 LAYERS = {"1": Layer(4, torch.float32), "block.bn": Layer(3, torch.float64)}
@@ -183,16 +171,6 @@ class Stream:
         except grpc.RpcError:
             pass
         return self.call.code(), self.call.details()
-
-
-def changed(values: bytes | None = None) -> bytes:
-    """Return the second request of client 2, with other ``values``."""
-    request = encode_request(local_of(2, SECOND))
-    return request if values is None else request.partition(b"\n")[0] + b"\n" + values
-
-
-def asyncio_says(log: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in log.get_records("call") if record.name == "asyncio"]
 
 
 JOIN = encode_request(Join(3))

@@ -4,58 +4,22 @@ from __future__ import annotations
 
 import socket
 import threading
-from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 
 from tests.exchange.certificates import make_certificates
-from tests.exchange.cohorts import Certificates, ExchangeFailed, ExchangeService, GrpcExchange, Join
-from tests.exchange.over_grpc import (
-    HOST,
-    JOIN,
-    LARGEST,
-    SECOND,
-    SOON,
-    Round,
-    Stream,
-    address_of,
-    batch_of,
-    check,
-    eventually,
-    finish,
-    local_of,
-    play,
-    within,
-)
+from tests.exchange.cohorts import Certificates, ExchangeFailed, ExchangeService, GrpcExchange
+from tests.exchange.over_grpc import HOST, JOIN, LARGEST, SOON, Round, Stream, address_of, check, eventually, finish, play, within
 from tests.listed import listed
 from tests.refusals import naming
-
-pytestmark = pytest.mark.usefixtures("log")
-
-
-# Honest clients
 
 
 def test_sessions_at_the_same_time_get_what_reduce_makes_of_their_values_and_do_not_mix(service: ExchangeService) -> None:
     with within(), Round(service, 1) as one, Round(service, 2) as first, Round(service, 5) as second:
         for round, futures in [(round, round.play(*round.clients)) for round in (one, first, second)]:
             check([future.result(SOON) for future in futures], round.clients)
-
-
-def test_who_announces_no_samples_sits_the_round_out(service: ExchangeService) -> None:
-    with within(), Round(service) as round:
-        futures = round.play(0, 2)
-        out = GrpcExchange(address_of(service), round.tokens[1], 0)
-        check([future.result(SOON) for future in futures], {0, 2})
-        with pytest.raises(ExchangeFailed):
-            out(SECOND, local_of(1, SECOND).values, 1)
-        out.close()
-
-
-# TLS
 
 
 def test_a_round_over_tls(secure: ExchangeService, certificates: Certificates) -> None:
@@ -85,19 +49,9 @@ def test_who_does_not_trust_the_service_does_not_talk_to_it(
         check([play(address_of(met), round.tokens[0], 0, ours if met is secure else b"")], [0])  # control: so the same token still works
 
 
-def test_a_key_of_another_certificate_is_named(certificates: Certificates, tmp_path: Path) -> None:
-    key = make_certificates(tmp_path).key
-    with naming(str(key)):
-        ExchangeService(HOST, 0, LARGEST, replace(certificates, key=key))
-
-
-# Strangers: refused, said in the log, and a round under ``abort`` goes on as if they had not come
-
-
 UNKNOWN, TWICE = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.ALREADY_EXISTS
 STRANGERS: dict[str, tuple[str | None, tuple[bytes, ...], grpc.StatusCode, str]] = {
     "no token": (None, (JOIN,), UNKNOWN, "no token"),
-    "empty token": ("", (JOIN,), UNKNOWN, "no token"),
     "unknown token": ("0" * 64, (JOIN,), UNKNOWN, "not one of this round's"),
     "token of a past round": ("past", (JOIN,), UNKNOWN, "not one of this round's"),
     "token in use": ("used", (JOIN,), TWICE, "the token of client 0"),
@@ -126,33 +80,6 @@ def test_a_stranger_is_refused_and_named_while_the_round_goes_on(
     assert round.tokens[0] not in details + log.text
     assert said in log.text
     assert "ipv4:127.0.0.1:" in log.text or kind == "oversized"
-
-
-# a service that is not there, or no longer
-
-
-@pytest.mark.alone
-@pytest.mark.slow
-@pytest.mark.parametrize("joined", [False, True])
-def test_all_fail_when_the_service_stops_and_a_new_one_takes_its_port(joined: bool) -> None:
-    service = ExchangeService(HOST, 0, LARGEST).start()
-    with within():
-        with Round(service) as round, ExitStack() as stack:
-            futures = round.play(0, 1)
-            if joined:
-                stack.enter_context(Stream(service, round.tokens[2])).ask(Join(batch_of(2)))
-            round.joined(0, 1)  # the others wait for client 2: to join, or for its first values
-            service.stop()
-            for future in futures:
-                with pytest.raises(ExchangeFailed):
-                    future.result(2)
-        with pytest.raises(ExchangeFailed):
-            play(address_of(service), round.tokens[0], 0)  # negative control: nobody is there
-        again = ExchangeService(HOST, service.port, LARGEST).start()
-        try:
-            finish(again)
-        finally:
-            again.stop()
 
 
 def test_a_port_in_use_and_an_address_of_another_machine_are_refused_and_named(service: ExchangeService) -> None:

@@ -3,53 +3,96 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
 from torch import Tensor
 
 from fl_bn.federation.local import torch_seed
-from fl_bn.flower.in_process import InProcessGrid
-from tests.exchange.cohorts import POLICIES, ExchangeFailed, Key, LocalExchange, Quantity, Session, Turns, admit, dismiss
-from tests.exchange.in_turns import CPU, LAYERS, MOMENTS, Round, Task, breaking
+from tests.exchange.cohorts import POLICIES, Key, Layer, LocalExchange, Quantity, Session, Turns, admit, dismiss, end_task
 from tests.listed import listed
+
+MOMENTS = ["before", "exchange 0", "exchange 1", "after"]
+Task = Callable[[], list[float]]
 
 both_policies = pytest.mark.parametrize("policy", POLICIES)
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_thread_is_left")]
 
 
+def drawn() -> Tensor:
+    return torch.cat([torch.rand(3), torch.nn.functional.dropout(torch.ones(16))])
+
+
+class Round:
+    """Hold a session of ``clients`` clients, their tokens, the moments that they reach, and the numbers that they draw."""
+
+    def __init__(self, clients: int = 3, policy: str = "abort") -> None:
+        self.session = Session(range(clients), {"bn": Layer(2, torch.float64)}, policy=policy)
+        self.tokens, self.moments = admit(self.session), list[str]()
+        self.drawn: dict[int, list[Tensor]] = {client: [] for client in range(clients)}
+
+    def run(self, tasks: list[Task]) -> list[list[float] | str]:
+        """Run one task per client; return what each task returned, or its error as text. Failed tasks end as in ``InProcessGrid``."""
+
+        def ending(client: int) -> list[float] | str:
+            try:
+                result: list[float] | str = tasks[client]()
+            except Exception as error:
+                result = f"{type(error).__name__}: {error}"
+            end_task(self.tokens[client], result if isinstance(result, str) else "")
+            return result
+
+        try:
+            return Turns(len(tasks)).run([lambda c=client: ending(c) for client in range(len(tasks))])  # type: ignore[misc]
+        finally:
+            dismiss(self.tokens)
+
+    def client(self, client: int, exchanges: int = 2, breaks: str = "") -> Task:
+        """Return the task of a client: send its own index in each of ``exchanges`` exchanges, and return the answers.
+
+        ``breaks`` is the moment at which it raises an error.
+        """
+
+        def reach(moment: str) -> None:
+            self.moments.append(f"{client} {moment}")
+            if moment == breaks:
+                raise RuntimeError(f"at {moment}")
+
+        def task() -> list[float]:
+            reach("before")
+            exchange = LocalExchange(self.tokens[client], client + 1)
+            came = []
+            with torch_seed(client, torch.device("cpu")):
+                for call in range(exchanges):
+                    reach(f"exchange {call}")
+                    self.drawn[client].append(drawn())
+                    answer = exchange(Key("bn", Quantity.MEAN, call), torch.full((2,), float(client), dtype=torch.float64), 1)
+                    came.append(float(answer.values[0]))
+                self.drawn[client].append(drawn())
+            exchange.close()
+            reach("after")
+            return came
+
+        return task
+
+
 def test_clients_run_one_after_the_other_and_change_only_where_they_wait() -> None:
     """The last to come goes on at once, the others in the order in which they came."""
-    round, moments = Round(), list[str]()
-    tasks = [round.client(client, 1, lambda moment, client=client: moments.append(f"{client} {moment}")) for client in range(3)]
-    assert round.run(tasks) == [[1.0], [1.0], [1.0]]
+    round = Round()
+    assert round.run([round.client(client, 1) for client in range(3)]) == [[1.0], [1.0], [1.0]]
     begin, exchange, end = [0, 1, 2], [2, 0, 1], [1, 2, 0]
-    assert moments == [*(f"{i} before" for i in begin), *(f"{i} exchange 0" for i in exchange), *(f"{i} after" for i in end)]
+    assert round.moments == [*(f"{i} before" for i in begin), *(f"{i} exchange 0" for i in exchange), *(f"{i} after" for i in end)]
 
 
-@pytest.mark.parametrize("clients", [2, 4])
-def test_clients_that_all_wait_for_one_that_ended_unheard_are_told_so(clients: int) -> None:
-    """Nobody called ``ended`` for client 0.."""
-    round = Round(clients)
-    others: list[Task] = [round.client(client) for client in range(1, clients)]
-    with pytest.raises(ExchangeFailed):
-        Turns(clients).run([lambda: [0.0], *others])
-    dismiss(round.tokens)
-    assert round.session.batches == {}
-
-
-def test_a_local_exchange_outside_of_turns_is_refused_before_it_joins() -> None:
-    round = Round(1)
-    with pytest.raises(ExchangeFailed):
-        LocalExchange(round.tokens[0], 1)
-    assert round.session.batches == {}
-    assert round.run([round.client(0)]) == [[0.0, 0.0]]  # control: the token was good, and still is
-
-
-# clients that fail: nobody is stuck
+@listed("clients", [1, 3])
+def test_each_client_draws_what_it_draws_on_its_own_and_torchs_generator_is_as_it_was(clients: int) -> None:
+    round, before = Round(clients), torch.get_rng_state()
+    round.run([round.client(client) for client in range(clients)])
+    assert torch.equal(torch.get_rng_state(), before)
+    for client, numbers in round.drawn.items():
+        with torch_seed(client, torch.device("cpu")):
+            assert all(torch.equal(number, drawn()) for number in numbers)
+            assert len(numbers) == 3
 
 
 @both_policies
@@ -58,18 +101,17 @@ def test_a_local_exchange_outside_of_turns_is_refused_before_it_joins() -> None:
 def test_a_task_that_raises_ends_all_under_abort_and_itself_alone_under_shrink(moment: str, broken: int, policy: str) -> None:
     """After its last exchange the others have theirs, too; the session says that it failed."""
     round = Round(policy=policy)
-    results = round.run([round.client(c, disturb=breaking(moment) if c == broken else breaking()) for c in range(3)])
-    assert results.pop(broken) == f"Broken: at {moment}"
-    assert round.session.dropped == {broken: f"Broken: at {moment}"}
+    results = round.run([round.client(c, breaks=moment if c == broken else "") for c in range(3)])
+    assert results.pop(broken) == f"RuntimeError: at {moment}"
+    assert round.session.dropped == {broken: f"RuntimeError: at {moment}"}
     if policy == "abort":
-        assert round.session.failure == f"client {broken}: Broken: at {moment}"
-        assert results == [[1.0, 1.0] if moment == "after" else f"ExchangeFailed: client {broken}: Broken: at {moment}"] * 2
+        assert round.session.failure == f"client {broken}: RuntimeError: at {moment}"
+        assert results == [[1.0, 1.0] if moment == "after" else f"ExchangeFailed: {round.session.failure}"] * 2
     else:
         rest = sum({0, 1, 2} - {broken}) / 2
         exchanged = {"before": 0, "exchange 0": 0, "exchange 1": 1, "after": 2}[moment]
         assert results == [[1.0] * exchanged + [rest] * (2 - exchanged)] * 2
         assert list(round.session.taking_part) == sorted({0, 1, 2} - {broken})
-        assert round.session.failure == ""
 
 
 @both_policies
@@ -83,63 +125,3 @@ def test_a_task_that_ends_without_joining_or_needs_more_exchanges_than_the_other
     results = round.run([round.client(0, exchanges=1), round.client(1, exchanges=3)])
     assert results[0] == [0.5]
     assert str(results[1]).startswith("ExchangeFailed: ")
-
-
-# random numbers: clients that take turns draw those that they draw alone
-
-
-def draws(exchanges: int, exchange: Callable[[int], None] = lambda call: None, seed: int | None = None) -> list[Tensor]:
-    """Uniform numbers and dropout masks, around ``exchanges`` exchanges."""
-    numbers = list[Tensor]()
-    with nullcontext() if seed is None else torch_seed(seed, CPU):
-        for call in range(exchanges):
-            numbers += [torch.rand(3), torch.nn.functional.dropout(torch.ones(16))]
-            exchange(call)
-        return [*numbers, torch.randn(3)]
-
-
-def random_round(clients: int, exchanges: int, *, seeded: bool = True) -> dict[int, list[Tensor]]:
-    """What each client draws in its turns."""
-    round, numbers = Round(clients), dict[int, list[Tensor]]()
-
-    def task(client: int) -> list[float]:
-        channel, ones = LocalExchange(round.tokens[client], 1), torch.ones(2, dtype=torch.float64)
-        exchange = lambda call: channel(Key("bn", Quantity.MEAN, call), ones, 1)  # noqa: E731
-        numbers[client] = draws(exchanges, exchange, 100 + client if seeded else None)
-        channel.close()
-        return []
-
-    assert round.run([partial(task, client) for client in range(clients)]) == [[]] * clients
-    return numbers
-
-
-@listed("exchanges", [0, 1, 3])
-@listed("clients", [1, 3])
-def test_each_client_draws_what_it_draws_on_its_own_and_torchs_generator_is_as_it_was(clients: int, exchanges: int) -> None:
-    before = torch.get_rng_state()
-    for client, numbers in random_round(clients, exchanges).items():
-        assert all(torch.equal(a, b) for a, b in zip(numbers, draws(exchanges, seed=100 + client), strict=True))
-        assert not torch.equal(numbers[-1], draws(exchanges, seed=101 + client)[-1])  # control: another seed
-    random_round(clients, exchanges, seeded=False)
-    assert torch.equal(torch.get_rng_state(), before)
-    with torch.random.fork_rng(devices=[]):  # control: drawing outside of turns moves it
-        draws(1)
-        assert not torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
-def test_a_client_app_that_raises_anything_keeps_nobody_waiting(error: type[BaseException]) -> None:
-    """In the grid itself. An app that calls ``sys.exit`` must end the run, as it does without an exchange, not stop it for ever."""
-    tokens = admit(Session(range(2), LAYERS))
-
-    def app(message: Message, context: Context) -> Message:
-        if context.node_config["partition-id"] == 1:
-            raise error("enough")
-        LocalExchange(tokens[0], 1).close()
-        return Message(RecordDict(), reply_to=message)
-
-    config = [ConfigRecord({"exchange": "local", "exchange-token": tokens[client]}) for client in range(2)]
-    messages = [Message(RecordDict({"fl-bn/config": config[client]}), client + 1, "train") for client in range(2)]
-    with nullcontext() if error is RuntimeError else pytest.raises(SystemExit):
-        InProcessGrid(app, 2, {}).push_messages(messages)  # type: ignore[arg-type]
-    dismiss(tokens)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_bn.federation.values import Payload
 from fl_bn.flower.layerwise.transcript import ReplayExchange, Unanswered, attach, detach, question, read_request
 from fl_bn.flower.wire.codec import Header, from_records, to_records
 from tests.exchange.cohorts import Answer, ExchangeFailed, Key, Local, Quantity, to_numpy
@@ -37,23 +34,6 @@ def test_an_answer_to_something_else_is_refused() -> None:
     assert ReplayExchange([(KEYS[0], good)], 4)(KEYS[0], own, 1) is good  # control
 
 
-@pytest.mark.parametrize("answered", range(4))
-def test_the_first_unanswered_request_is_carried_out_with_its_batch(answered: int) -> None:
-    keys = [*KEYS, Key("last", Quantity.VARIANCE)]
-    exchange = ReplayExchange(list(zip(KEYS, ANSWERS, strict=True))[:answered], 4)
-    own = torch.arange(2.0, dtype=torch.float64, requires_grad=True)
-    for key in keys[:answered]:
-        exchange(key, own, 7)
-    for _ in range(2):  # asking again does not help
-        with pytest.raises(Unanswered) as raised:
-            exchange(keys[answered], own, 7)
-        request = raised.value.request
-        assert (request.key, request.count, raised.value.batch) == (keys[answered], 7, 4)
-        assert torch.equal(request.values, own)
-        assert not request.values.requires_grad
-    assert not isinstance(raised.value, ExchangeFailed)  # nothing has failed
-
-
 # the transcript in Flower's messages
 
 VALUES = st.builds(
@@ -67,33 +47,24 @@ COUNTS = st.integers(0, 2**60)
 TRANSCRIPTS = st.lists(st.tuples(REQUESTS, st.builds(Answer, VALUES, COUNTS, COUNTS)), max_size=14)  # more than ten: "10" is before "2"
 
 
-def train_message(**config: Any) -> RecordDict:
-    content = to_records({"weights": {"w": np.ones(3, "float32")}}, HEADER)
-    content["fl-bn/config"] = ConfigRecord({"learning-rate": 0.1, **config})
-    return content
-
-
-def delivered(content: RecordDict) -> tuple[Payload, dict[str, Any]]:
-    """As a client sees it: through protobuf."""
-    came = recorddict_from_proto(recorddict_to_proto(content))
-    payload, _ = from_records(came)
-    return payload, dict(came.config_records["fl-bn/config"])
+def delivered(content: RecordDict) -> RecordDict:
+    """As the other side sees it: through protobuf."""
+    return recorddict_from_proto(recorddict_to_proto(content))
 
 
 @given(TRANSCRIPTS)
 def test_a_transcript_travels_in_a_train_message_and_is_taken_out_again(transcript: list[tuple[Key, Answer]]) -> None:
-    content = train_message()
+    content = to_records({"weights": {"w": np.ones(3, "float32")}}, HEADER)
+    content["fl-bn/config"] = ConfigRecord({"learning-rate": 0.1})
     nbytes = attach(content, transcript)
     assert nbytes == sum(answer.values.numel() * answer.values.dtype.itemsize for _, answer in transcript)
-    payload, config = delivered(content)
+    told = delivered(content)
+    payload, config = from_records(told)[0], dict(told.config_records["fl-bn/config"])
     came = detach(payload, config)
     assert [key for key, _ in came] == [key for key, _ in transcript]
-    assert all(type(key) is Key and same(a, b) for (key, a), (_, b) in zip(came, transcript, strict=True))
+    assert all(same(a, b) for (_, a), (_, b) in zip(came, transcript, strict=True))
     assert list(payload) == ["weights"]
     assert (config["exchange"], config["learning-rate"]) == ("replay", 0.1)
-
-
-# the request in a client's reply
 
 
 @given(st.builds(Local, REQUESTS, VALUES, COUNTS))
@@ -101,7 +72,7 @@ def test_a_request_travels_in_a_reply(request: Local) -> None:
     asked = question(Unanswered(request, 5, 2.5))
     content = to_records({section: to_numpy(tensors) for section, tensors in asked.sections.items()}, HEADER)
     content["fl-bn/metrics"] = MetricRecord(asked.metrics)
-    came = read_request(Message(recorddict_from_proto(recorddict_to_proto(content)), 1, "train"), HEADER)
+    came = read_request(Message(delivered(content), 1, "train"), HEADER)
     assert came is not None
     batch, read, passed = came
     assert (batch, read.key, read.count, passed) == (5, request.key, request.count, 2.5)

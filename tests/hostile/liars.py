@@ -18,10 +18,7 @@ from fl_bn.federation.local import Samples
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.shared_model import SharedModel
-from fl_bn.federation.values import ClientState, Reply, to_numpy
-from fl_bn.flower.compat import LOGGER
-from fl_bn.flower.secagg import client as secure_client
-from fl_bn.flower.secagg import workflow as secure_workflow
+from fl_bn.federation.values import Reply, to_numpy
 from fl_bn.flower.wire.codec import OURS, header_for, to_record, to_records
 from fl_bn.methods import METHODS
 from fl_bn.run.assembly import source_model
@@ -98,14 +95,6 @@ def ending(suffix: str, value: float) -> Callable[[str, np.ndarray], np.ndarray]
     return lambda name, array: np.full_like(array, value) if name.endswith(suffix) else array
 
 
-def both(*spoils: Spoil) -> Spoil:
-    def spoil(message: Message, asked: str, content: RecordDict) -> None:
-        for one in spoils:
-            one(message, asked, content)
-
-    return spoil
-
-
 def nothing(message: Message, asked: str, content: RecordDict) -> None:
     """Nobody lies."""
 
@@ -140,17 +129,9 @@ def lied(
     chosen: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Run:
-    """Run a federation in which the client ``LIAR`` lies. The run may start before the liars have introduced themselves.
+    """Run a federation in which the client ``LIAR`` lies, or each of several; ``chosen`` are the method's options.
 
-    Args:
-        spoil: Changes the liar's replies. Or a function for each of several liars.
-        name: The name of the method.
-        clients: The samples of each client; None: those of ``people``.
-        rounds: The number of rounds.
-        settings: The settings of local training.
-        policy: Fields of ``Rounds``.
-        chosen: The options of the method.
-        options: Passed to the strategy.
+    The run may start before the liars have introduced themselves.
     """
     clients, method, liars = clients or people(), METHODS[name](**chosen), spoil if isinstance(spoil, Mapping) else {LIAR: spoil}
     grid = LyingGrid(client_app(method, clients, settings), len(clients), liars)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -34,8 +34,8 @@ def batches(context: Context) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(part, part[:, :3].argmax(1)) for part in x.split(8)]
 
 
-def own_app(name: str = "fbn") -> ClientApp:
-    app, method = ClientApp(), METHODS[name]()
+def own_app(name: str = "fbn", *mods: Any) -> ClientApp:
+    app, method = ClientApp(mods=list(mods)), METHODS[name]()
     answer(app, net, method, batches)
 
     @app.train(mods=[replayed])
@@ -74,26 +74,23 @@ class LyingGrid(InProcessGrid):
         return reply
 
 
-@dataclass
-class Ran:
+class Ran(NamedTuple):
     """Hold the results of a run: Flower's result, every round's record, and the shared tensors after each round."""
 
     result: Result
-    records: list[RoundRecord] = field(default_factory=list)
-    trajectory: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    records: list[RoundRecord]
+    trajectory: list[dict[str, np.ndarray]]
 
 
 def lied(liars: Mapping[int, Spoil], name: str = "fbn", rounds: int = 2, nodes: int = CLIENTS, **options: Any) -> Ran:
     """Run the app on ``nodes`` nodes for ``rounds`` rounds. Each of ``liars``, which are clients, changes its replies by a function."""
-    ran = Ran.__new__(Ran)
-    ran.records, ran.trajectory = [], []
-    strategy = OwnAppStrategy(net(), METHODS[name](), callbacks=[Kept(ran.records)], **options)
+    records = list[RoundRecord]()
+    strategy = OwnAppStrategy(net(), METHODS[name](), callbacks=[Kept(records)], **options)
     found = noted(strategy)
 
     def spoil(message: Message, asked: str, content: RecordDict) -> None:
         liars[message.metadata.dst_node_id - 1](message, asked, content)
 
     grid = LyingGrid(own_app(name), {client + 1 for client in liars}, spoil, nodes)
-    ran.result = strategy.start(grid, num_rounds=rounds)
-    ran.trajectory = [{key: torch.from_numpy(array) for key, array in found[n].items()} for n in sorted(found)]
-    return ran
+    result = strategy.start(grid, num_rounds=rounds)
+    return Ran(result, records, [found[n] for n in sorted(found)])

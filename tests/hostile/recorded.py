@@ -13,23 +13,11 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from fl_bn.federation.aggregation import NO_DEFENCE
-from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds
+from fl_bn.flower import BatchNormStrategy, InProcessGrid
 from fl_bn.methods import METHODS
 from fl_bn.objectives import Scaffold
-from tests.hostile.liars import (
-    LIAR,
-    Defence,
-    ExchangeSettings,
-    LocalTraining,
-    RoundRecord,
-    SecureAggregation,
-    people,
-    to_numpy,
-    what,
-)
-from tests.in_process import TWO_STEPS, client_app
-from tests.kept import Kept
-from tests.networks import seeded_network
+from tests.hostile.liars import LIAR, Defence, ExchangeSettings, LocalTraining, RoundRecord, SecureAggregation, people, to_numpy, what
+from tests.in_process import TWO_STEPS, client_app, run
 
 CLIENTS = 5
 REPLAY = ExchangeSettings("replay", "shrink")
@@ -37,16 +25,7 @@ MEETING = ExchangeSettings("local", "shrink")
 
 
 class Scenario(NamedTuple):
-    """Describe one kind of run.
-
-    Attributes:
-        method: The name of the method.
-        defence: The robust rule of the server.
-        settings: The settings of local training.
-        secure: Whether aggregation is secure.
-        policy: Fields of ``Rounds``.
-        meets: Whether the clients train at the same time, and exchange statistics layer by layer.
-    """
+    """Describe one kind of run. ``meets``: the clients train at the same time, and exchange statistics layer by layer."""
 
     method: str
     defence: Defence = NO_DEFENCE
@@ -91,7 +70,6 @@ SCENARIOS: dict[str, Scenario] = {
     "fedtan meeting robust": Scenario("fedtan", robust("median"), policy={"exchange": MEETING}, meets=True),
 }
 CANNED = [name for name, scenario in SCENARIOS.items() if not scenario.living]
-MEETINGS = [name for name, scenario in SCENARIOS.items() if scenario.meets]
 SECURE = [name for name, scenario in SCENARIOS.items() if scenario.secure]
 
 
@@ -139,16 +117,27 @@ class RecordingGrid(InProcessGrid):
         return answer
 
 
-class PlayingGrid(InProcessGrid):
-    """Reply to every message as recorded; the replies of the client ``LIAR`` pass through ``liar``.
+class LyingGrid(InProcessGrid):
+    """Let the replies of the client ``LIAR`` pass through ``liar``."""
+
+    def __init__(self, app: ClientApp, liar: Liar) -> None:
+        super().__init__(app, CLIENTS, {})
+        self.liar, self.turns = liar, dict[int, int]()
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return self.liar.reordered(list(super().pull_messages(message_ids)))
+
+
+class PlayingGrid(LyingGrid):
+    """Reply to every message as recorded.
 
     After a lie in a statistics pass, the server may ask for one more pass than was recorded. Then every client, the liar too, repeats its
     reply to the last pass.
     """
 
     def __init__(self, recording: Recording, liar: Liar) -> None:
-        super().__init__(ClientApp(), CLIENTS, {})
-        self.recording, self.liar, self.turns = recording, liar, dict[int, int]()
+        super().__init__(ClientApp(), liar)
+        self.recording = recording
 
     def _answer(self, message: Message) -> Message:
         node = message.metadata.dst_node_id
@@ -162,27 +151,17 @@ class PlayingGrid(InProcessGrid):
             return self.liar.answer(message, turn, asked, cloned(content))
         return Message(cloned(content), reply_to=message)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return self.liar.reordered(list(super().pull_messages(message_ids)))
 
-
-class LivingGrid(InProcessGrid):
-    """Let real clients answer, because their replies depend on earlier ones; the replies of ``LIAR`` pass through ``liar``."""
-
-    def __init__(self, app: ClientApp, liar: Liar) -> None:
-        super().__init__(app, CLIENTS, {})
-        self.liar, self.turn = liar, 0
+class LivingGrid(LyingGrid):
+    """Let real clients answer, because their replies depend on earlier ones."""
 
     def _answer(self, message: Message) -> Message:
-        asked = what(message)
+        asked, node = what(message), message.metadata.dst_node_id
         answer = super()._answer(message)
-        if message.metadata.dst_node_id != LIAR + 1 or not answer.has_content():
+        if node != LIAR + 1 or not answer.has_content():
             return answer
-        self.turn += 1
-        return self.liar.answer(message, self.turn, asked, answer.content)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return self.liar.reordered(list(super().pull_messages(message_ids)))
+        turn = self.turns[node] = self.turns.get(node, 0) + 1
+        return self.liar.answer(message, turn, asked, answer.content)
 
 
 class Liar:
@@ -214,19 +193,10 @@ class Served(NamedTuple):
 
 def served(name: str, grid: Grid, rounds: int = 1) -> Served:
     """Run ``rounds`` rounds of the scenario with a new server on ``grid``. The run can start without one of the clients."""
-    scenario, records = SCENARIOS[name], list[RoundRecord]()
-    settings = scenario.settings
+    scenario = SCENARIOS[name]
     # recorded replies cannot answer an exchange layer by layer, whose session is a target of its own
-    rules = {"recalibration": "passes", "wait": 0.0, "at_start": CLIENTS - 1, "update": settings.update}
-    rules |= {"auxiliary": settings.auxiliary, **scenario.policy}
+    rules = {"recalibration": "passes", "at_start": CLIENTS - 1, "auxiliary": scenario.settings.auxiliary}
     rules["nodes"] = tuple(range(1, CLIENTS + 1))  # as in a deployment, where each client's key is known
-    strategy = BatchNormStrategy(
-        seeded_network("cnn"),
-        METHODS[scenario.method](),
-        Rounds(CLIENTS, **rules),
-        callbacks=[Kept(records)],
-        defence=scenario.defence,
-        secure=SecureAggregation() if scenario.secure else None,
-    )
-    strategy.start(grid, num_rounds=rounds)
-    return Served(strategy, records[-1], to_numpy(strategy.transport.shared.tensors()))
+    how = {"grid": grid, "settings": scenario.settings, "policy": rules | scenario.policy, "defence": scenario.defence}
+    ran = run(METHODS[scenario.method](), people(CLIENTS), rounds, secure=SecureAggregation() if scenario.secure else None, **how)
+    return Served(ran.strategy, ran.records[-1], to_numpy(ran.strategy.transport.shared.tensors()))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from fl_bn.flower.wire import messages
-from fl_bn.flower.wire.codec import Form
+from fl_bn.flower.wire.codec import Form, array_from
 from fl_bn.task import CLASSIFICATION, TASKS, Regression
 from tests.hostile.liars import WireError
 from tests.hostile.recorded import SCENARIOS, recorded
 from tests.listed import listed
 from tests.refusals import refused
+from tools.hostile.mutations import changed_array, npy
 
 FORMS = {name: value for name, value in vars(messages).items() if isinstance(value, Form)}
 FORMS |= {f"evaluated, {name}": messages.evaluated(task()) for name, task in TASKS.items()}
@@ -109,3 +111,29 @@ def test_a_metric_out_of_its_range_is_refused_and_one_that_the_task_does_not_dec
         with refused(form.record, field):  # without r2 there is nothing to show
             form.read(wrong)
     assert refusal(form, {**honest, "r2": math.nan}) == ""
+
+
+# What an array's head says of itself: whatever it is, it is an array of plain numbers, or an error that names the array
+
+HEAD = "{{'descr': {}, 'fortran_order': False, 'shape': {}, }}"
+HONEST = [npy(HEAD.format("'<f4'", (2, 3)), bytes(24)), npy(HEAD.format("'<i8'", (3,)), bytes(24))]
+ODD = [HEAD.format(*of) for of in (("('<f4',(2,))", (3,)), ("'<f4'", (True,)), ("'O'", (1,)), ("'<f4'", "(2**3,)"))] + ["[" * 3000, ""]
+
+
+def read_well(data: bytes) -> str:
+    try:
+        array = array_from(data, "weights", "w")
+    except WireError as error:
+        return "refused" if len(str(error)) < 1000 and (error.section, error.tensor) == ("weights", "w") else str(error)
+    assert (type(array), array.dtype.kind in "biuf", array.dtype.isnative) == (np.ndarray, True, True)
+    assert array.nbytes <= len(data)
+    return "read"
+
+
+def test_bytes_are_an_array_of_numbers_or_an_error_of_the_wire() -> None:
+    """Control: both come, and what is honest is read."""
+    rng = np.random.default_rng(0)
+    assert {read_well(data) for data in HONEST} == {"read"}
+    assert {read_well(npy(head, bytes(24))) for head in ODD} == {"refused"}
+    assert {read_well(changed_array(HONEST[number % 2], rng)) for number in range(600)} == {"read", "refused"}
+    assert {read_well(rng.bytes(number)) for number in range(100)} == {"refused"}

@@ -23,7 +23,6 @@ PLACES = {  # the program, the site's line, and whether it allows this machine
     "nothing named in a simulation": ("pytest", None, True),
     "nothing named at a site": ("/usr/bin/flwr-clientapp", None, False),
     "this host": ("/usr/bin/flwr-clientapp", HOST, True),
-    "nothing allowed": ("pytest", "", False),
     "another host": ("pytest", "superlink.example.org, 10.1.2.3:9095", False),
     "another port": ("pytest", f"{HOST}:1", False),
     "a host that begins alike": ("pytest", "127.0.0.10", False),

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Message
 
-from fl_bn.exchange.session import Session
 from fl_bn.federation import schema
-from fl_bn.flower import InProcessGrid, RunFailed
+from fl_bn.flower import RunFailed
 from tests.hostile.liars import LIAR, lied, sets
-from tests.hostile.recorded import CLIENTS, SCENARIOS, app_of
-from tests.listed import listed
+from tests.hostile.recorded import CLIENTS, SCENARIOS
 from tools.hostile.fuzz import fuzz, sequences, table
-from tools.hostile.lies import lie_to_server, rendezvous
-from tools.hostile.outcomes import BROKEN, REFUSED, SAME, Outcome, honest, judged, listening
+from tools.hostile.lies import lie_to_server
+from tools.hostile.outcomes import BROKEN, REFUSED, SAME, Outcome, honest, judged
 
 MEMORY = 300.0  # MB: the largest mutated payload has some 4, and the liar is in this process, too
 
@@ -72,32 +69,3 @@ def test_control_a_broken_server_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(schema.Schema, "check", lambda self, payload: None)
     outcomes = (lie_to_server("fedavg", np.random.default_rng([1, i]))[1] for i in range(150))
     assert any(outcome.kind == BROKEN for outcome in outcomes)
-
-
-@pytest.mark.slow
-def test_control_a_broken_session_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one client that waits starts the clock for all, the others are dropped while they train."""
-
-    def at_once(self: Session) -> None:
-        self._held_up = 0.0 if self._waiting else None
-        advance(self)
-        self._held_up = 0.0 if self._waiting else None
-
-    advance = Session._advance
-    monkeypatch.setattr(Session, "_advance", at_once)
-    (broken,) = sequences(200, 1, shrinks=False)[1]
-    assert "within -1 s" in broken
-
-
-@listed("field", ["exchange-timeout", "exchange-patience", "exchange-token"])
-@listed("carrier", ["grpc", "local"])
-def test_a_client_meets_with_any_patience_and_names_the_field_that_an_exchange_lacks(carrier: str, field: str) -> None:
-    """gRPC counts in whole numbers of 32 bits."""
-    grid, content = InProcessGrid(app_of(SCENARIOS["fedtan"]), CLIENTS, {}), rendezvous()
-    config = dict(content.config_records["fl-bn/config"])
-    told = {"exchange": carrier} if field == "exchange-token" else {**config, field: 1e50}
-    content["fl-bn/config"] = ConfigRecord(told)  # type: ignore[arg-type]
-    with listening():
-        (answer,) = grid.send_and_receive([Message(content, 1, "query.rendezvous", ttl=60.0, group_id="1")])
-    said = "WireError: config/exchange-token: " if field == "exchange-token" else "ExchangeFailed: "
-    assert str(answer.error.reason).startswith(said)

@@ -9,16 +9,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 from flwr.app import Message, RecordDict
 
-from fl_bn.federation.optimizers import server_optimizer
 from fl_bn.flower import RunFailed
 from tests.hostile import own_app
-from tests.hostile.liars import LIAR, Defence, SecureAggregation, Spoil, alters, ending, lacks, lied, people, sets
-from tests.in_process import Run, identical
-from tests.listed import listed
+from tests.hostile.liars import Defence, SecureAggregation, Spoil, lacks, lied, people, sets
+from tests.in_process import identical
 
 HELLO: dict[str, dict[str, Any]] = {
     "samples=nan": {"samples": math.nan},
@@ -146,7 +143,7 @@ def test_in_a_secure_round_too() -> None:
     assert all(c.refused or case == "nids of a stranger" for case, c in zip(SECURE, record.clients, strict=False))
 
 
-@pytest.mark.parametrize("change", [lambda s: s[:4] + bytes(len(s) - 4), lambda s: bytes(4) + s[4:], lambda s: b"\x01\0\0\0" + s[4:]])
+@pytest.mark.parametrize("change", [lambda s: s[:4] + bytes(len(s) - 4), lambda s: b"\x01\0\0\0" + s[4:]])
 @pytest.mark.parametrize(("kind", "field"), [("train unmask", "shares"), ("train share_keys", "ctxts")])
 def test_false_shares_change_nothing(kind: str, field: str, change: Callable[[bytes], bytes]) -> None:
     def spoil(message: Message, asked: str, content: RecordDict) -> None:
@@ -156,26 +153,3 @@ def test_false_shares_change_nothing(kind: str, field: str, change: Callable[[by
 
     ran = lied(spoil, "fbn", secure=SecureAggregation(), rounds=1, policy={"max_failed": 2}, may_fail=True)
     assert not ran.records[0].aggregated
-
-
-# reports and steps that are not finite together
-
-
-def finite(ran: Run) -> bool:
-    return all(np.isfinite(array).all() for array in ran.trajectory[max(ran.trajectory)].values())
-
-
-@listed(("name", "section"), [("fbn", "moments"), ("hbn", "moments"), ("fedavg", "statistics")])
-def test_one_finite_report_does_not_end_an_undefended_run(name: str, section: str) -> None:
-    ran = lied(alters(section, ending("mean", 3e38)), name, rounds=2)
-    for record in ran.records:
-        assert [c.client for c in record.accepted] == [0, 2, 3, 4]
-        assert "mean" in record.clients[LIAR].refused
-    assert finite(ran)
-
-
-def test_weights_that_overflow_in_the_server_s_step_are_never_stored() -> None:
-    spoil = alters("weights", lambda name, array: np.full_like(array, -3e38))
-    ran = lied(spoil, "gn", people(3), rounds=3, optimizer=server_optimizer("fedadam", 20.0))
-    assert all(record.aggregated for record in ran.records)
-    assert finite(ran)

@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806 (the names of the paper)
 """Gradient clipping: by the norm over all parameters (Pascanu, Mikolov, Bengio 2013), by value, and adaptive: AGC (Brock, De, Smith,
 Simonyan 2021, equation 3), transcribed.
 

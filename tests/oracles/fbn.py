@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806 (the names of the paper)
 """FBN, Algorithm 2 (Guerraoui et al.), transcribed: one batch-normalisation layer, one local step per round (E = 1).
 
 The names are those of the paper: u and s are the running mean and the (unbiased) running variance, β is the weight of the new batch, K

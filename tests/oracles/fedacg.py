@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806 (the names of the paper)
 """FedACG, Algorithm 1 (Kim, Kim, Han, CVPR 2024), transcribed, without the penalty β / 2 ||θ - (θ + λ m)||² in the clients' loss.
 
 θ: the weights; m: the server's momentum; λ: its decay. Clients start from the accelerated model θ + λ m.

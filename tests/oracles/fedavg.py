@@ -1,4 +1,3 @@
-# ruff: noqa: N803 (the names of the paper)
 """FedAvg with BatchNorm, transcribed: plain SGD; all tensors but integer counters are averaged with weights n_k / n.
 
 Other papers' algorithms derive from ``FedAvg``, and say what differs: a local step, a client's part of a round, or the server's.
@@ -26,8 +25,8 @@ def gradient(net: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
     return [torch.zeros_like(w) if w.grad is None else w.grad.clone() for w in net.parameters()]
 
 
-def sgd(net: nn.Module, x: Tensor, y: Tensor, η: float) -> None:
-    g = gradient(net, x, y)
+def descend(net: nn.Module, g: Sequence[Tensor], η: float) -> None:
+    """Step once: w <- w - η g."""
     with torch.no_grad():
         for w, g_w in zip(net.parameters(), g, strict=True):
             w -= η * g_w
@@ -68,7 +67,7 @@ class FedAvg:
         return self.row.net()
 
     def step(self, w_k: nn.Module, k: int, x: Tensor, y: Tensor) -> None:
-        sgd(w_k, x, y, self.row.rate)
+        descend(w_k, gradient(w_k, x, y), self.row.rate)
 
     def client(self, k: int) -> nn.Module:
         """Return client k's network after its local steps of a round."""

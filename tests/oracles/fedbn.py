@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806 (the names of the paper)
 """FedBN, Algorithm 1 (Li et al., ICLR 2021), transcribed: clients keep some tensors, and the server averages the others.
 
 The algorithm says "layer l is BatchNorm" in words; here that is the layer's type. User k has the weight n_k / sum n; the paper's is 1 / K.

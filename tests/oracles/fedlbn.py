@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806 (the names of the papers)
 """FedLBN: FedBN's Algorithm 1 for the first BatchNorm layer, FBN's Algorithm 2 for the others, one federation of both."""
 
 from __future__ import annotations

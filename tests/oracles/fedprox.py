@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806 (the names of the paper)
 """FedProx, Algorithm 2 (Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, MLSys 2020), transcribed.
 
 h_k(w; w_t) = F_k(w) + μ / 2 ||w - w_t||² is minimised inexactly, by one SGD step per batch. The average has weights n_k, as FedAvg's. The
@@ -10,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from tests.equivalence.row import BITS, BOTH, Row
-from tests.oracles.fedavg import FedAvg, gradient
+from tests.oracles.fedavg import FedAvg, descend, gradient
 
 
 @dataclass
@@ -25,10 +23,9 @@ class FedProx(FedAvg):
     stale: bool = False
 
     def step(self, w_k: nn.Module, k: int, x: Tensor, y: Tensor) -> None:
-        g, w_t = gradient(w_k, x, y), self.row.net() if self.stale else self.w
-        with torch.no_grad():
-            for p, g_p, anchor in zip(w_k.parameters(), g, w_t.parameters(), strict=True):
-                p -= self.row.rate * (g_p + self.μ * (p - anchor))
+        w_t = self.row.net() if self.stale else self.w
+        trio = zip(gradient(w_k, x, y), w_k.parameters(), w_t.parameters(), strict=True)
+        descend(w_k, [g + self.μ * (p - anchor).detach() for g, p, anchor in trio], self.row.rate)
 
 
 SOME: dict[str, Any] = {"network": "resnet", "cohorts": ((0, 1), (1, 2), (0, 2), (2,)), "rounds": 4, "doors": BOTH}

@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806 (the names of the paper)
 """FedSAM, Algorithm 1 (Qu, Li, Duan, Liu, Tang, Lu, ICML 2022), transcribed; the same as Caldarola, Caputo, Ciccone, ECCV 2022.
 
 Each local step: δ = ρ g / ||g|| with the norm over all parameters, then a step along the gradient at w + δ. BatchNorm normalises by the

@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806 (the names of the paper)
 """FedTAN, Algorithms 1 to 3 (Wang, Shi, Chang): all clients compute the same layer at the same time, in one graph, and share moments.
 
 p_i: client i's share of the samples; s_i: its share of the values per channel at a layer; F_i: its mean loss, and F = sum p_i F_i.
@@ -102,11 +101,9 @@ def pooled(*layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), *layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4))
 
 
-def strided(frozen: int = 0, shift: bool = True, **options: Any) -> nn.Sequential:
+def strided(frozen: int = 0, **options: Any) -> nn.Sequential:
     """Make a network of two convolutions; there is nothing to train in its first ``frozen`` layers."""
     norms = [nn.BatchNorm2d(4, **options) for _ in range(2)]
-    for norm in norms[: 0 if shift else 2]:
-        norm.bias = None  # as BatchNorm2d(bias=False) of newer torch
     chain = pooled(norms[0], nn.ReLU(), nn.Conv2d(4, 4, 3, stride=2, bias=False), norms[1], nn.ReLU())
     for layer in chain[:frozen]:
         layer.requires_grad_(False)
@@ -123,11 +120,6 @@ def dense() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(5, 4))
 
 
-def sequences() -> nn.Sequential:
-    bottom = (nn.Flatten(2), nn.Conv1d(3, 4, 5), nn.BatchNorm1d(4), nn.ReLU())
-    return nn.Sequential(*bottom, nn.AdaptiveAvgPool1d(3), nn.Flatten(), nn.Linear(12, 4))
-
-
 def volumes() -> nn.Sequential:
     bottom = (nn.Unflatten(1, (1, 3)), nn.Conv3d(1, 4, 2), nn.BatchNorm3d(4), nn.ReLU())
     return nn.Sequential(*bottom, nn.AdaptiveAvgPool3d(2), nn.Flatten(), nn.Linear(32, 4))
@@ -136,13 +128,11 @@ def volumes() -> nn.Sequential:
 CHAINS: dict[str, Callable[[], nn.Sequential]] = {
     "2d": strided,
     "after linear layers": dense,
-    "of sequences": sequences,
     "of volumes": volumes,
     "used twice": twice,
     "first": lambda: nn.Sequential(nn.BatchNorm2d(3, affine=False), *strided()),
     "last": lambda: nn.Sequential(*strided(), nn.BatchNorm1d(4)),
     "without affine": partial(strided, affine=False),
-    "without shift": partial(strided, shift=False),
     "frozen below": partial(strided, 2),
     "with its own momentum and eps": partial(strided, eps=0.1, momentum=0.7),
 }

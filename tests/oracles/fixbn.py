@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806 (the names of the paper)
 """FixBN (Zhong, Chen, Chao, section 4), transcribed: FedAvg in rounds 1..T*, then with the statistics of round T*, which stay as they are.
 
 Here, frozen rounds have a share of the learning rate, and gradients without their mean over a unit's inputs (Yong et al., ECCV 2020,

@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806 (the names of the paper)
 """HBN (Hybrid Batch Normalisation), equations 7 to 11, with the ablations of Table 6, transcribed in plain PyTorch.
 
 μ_b, σ2_b: mean and variance of a batch; G: the global ones; α = sigmoid(p), one p per channel and client; λ: the weight of a round.

@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806 (the names of the paper)
 """Krum and Multi-Krum (Blanchard et al., NeurIPS 2017, section 4), transcribed.
 
 V_1 .. V_n are the proposed vectors, f of them Byzantine; i → j means that V_j is among the n - f - 2 closest vectors to V_i.

@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806 (the names of the paper)
 """FedAvg whose local SGD has momentum that is reset every round, kept at the client, or averaged by the server (FixBN, appendix C.4).
 
 m: SGD's momentum buffer, m <- β m + g, w <- w - η m. It starts at zero if no buffer was kept.
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.equivalence.row import Row, make_clients
-from tests.oracles.fedavg import FedAvg, gradient
+from tests.oracles.fedavg import FedAvg, descend, gradient
 
 
 @dataclass
@@ -32,9 +31,7 @@ class Maintained(FedAvg):
 
     def step(self, w_k: nn.Module, k: int, x: Tensor, y: Tensor) -> None:
         self.kept[k] = [self.β * b + g for b, g in zip(self.kept[k], gradient(w_k, x, y), strict=True)]
-        with torch.no_grad():
-            for p, b in zip(w_k.parameters(), self.kept[k], strict=True):
-                p -= self.row.rate * b
+        descend(w_k, self.kept[k], self.row.rate)
 
     def server(self, S: list[int], local: list[nn.Module]) -> None:
         super().server(S, local)

@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806 (the names of the paper)
 """MOON, Algorithm 1 (Li, He, Song, CVPR 2021), transcribed: model-contrastive learning.
 
 S[t]: the parties of round t. R_w(x): the input of the output layer, which is the module named ``head``. z, z_glob and z_prev are R of three
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.equivalence.row import Row
-from tests.oracles.fedavg import FedAvg
+from tests.oracles.fedavg import FedAvg, descend
 from tests.oracles.fedprox import SOME
 
 
@@ -64,9 +63,7 @@ class Moon(FedAvg):
             loss = loss + self.μ * ℓ_con(z, z_glob, z_prev, self.τ)
         w_i.zero_grad()
         loss.backward()
-        with torch.no_grad():
-            for p in w_i.parameters():
-                p -= self.row.rate * p.grad
+        descend(w_i, [p.grad for p in w_i.parameters()], self.row.rate)
 
     def server(self, S: list[int], local: list[nn.Module]) -> None:
         self.previous |= {i: copy.deepcopy(w_i) for i, w_i in zip(S, local, strict=True)}

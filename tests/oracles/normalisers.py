@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806 (the names of the papers)
 """Networks without batch statistics in plain PyTorch, which are trained by FedAvg: GN, LN, IN, GN with weight standardisation (Qiao et al.,
 2019, equations 2 and 3), FedWon (Zhuang, Lyu, ICLR 2024), FedFN (Kim et al., 2023) and Fixup (Zhang, Dauphin, Ma, ICLR 2019)."""
 

@@ -1,4 +1,3 @@
-# ruff: noqa: N803, N806 (the names of the paper)
 """SCAFFOLD, Algorithm 1 (Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, ICML 2020), transcribed, with the global step size η_g = 1.
 
 c, c_i: control variates, one tensor per parameter, by option II of line 12. Running statistics have no control variate: they are averaged
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.equivalence.row import Row
-from tests.oracles.fedavg import FedAvg, gradient
+from tests.oracles.fedavg import FedAvg, descend, gradient
 from tests.oracles.fedprox import SOME
 
 
@@ -32,10 +31,9 @@ class Scaffold(FedAvg):
         self.c_i = [self.c for _ in self.row.clients]
 
     def step(self, y_i: nn.Module, i: int, x: Tensor, y: Tensor) -> None:
-        g, decay = gradient(y_i, x, y), self.row.sgd.get("weight_decay", 0.0)
-        with torch.no_grad():
-            for p, g_p, c_i, c in zip(y_i.parameters(), g, self.c_i[i], self.c, strict=True):
-                p -= self.row.rate * (g_p + decay * p + self.strength * (c - c_i))  # line 10
+        decay = self.row.sgd.get("weight_decay", 0.0)
+        four = zip(gradient(y_i, x, y), y_i.parameters(), self.c_i[i], self.c, strict=True)
+        descend(y_i, [g + decay * p.detach() + self.strength * (c - c_i) for g, p, c_i, c in four], self.row.rate)  # line 10
 
     @torch.no_grad()
     def server(self, S: list[int], local: list[nn.Module]) -> None:
