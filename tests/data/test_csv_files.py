@@ -134,16 +134,12 @@ BELOW = "\n".join([HEADER, *ROWS, ""])
     ("text", "line", "column"),
     [
         (BELOW + "6,,1,no,a,well", 7, "age"),
-        (BELOW + "6,1e999,1,no,a,well", 7, "age"),
         (BELOW + "6,40,1,ja,a,well", 7, "smoker"),
-        (BELOW + "6,40,1,no,a,welll", 7, "outcome"),
         (BELOW + "6,40,1,no,a", 7, ""),
         (BELOW + '"6\n6",40,1,no,a,well\n7,x,1,no,a,well', 9, "age"),  # a cell of two lines
-        (BELOW + '6,"40"1,1,no,a,well', 7, ""),
         ("", 0, ""),
         (HEADER.replace(",dose", ""), 1, "dose"),
         (HEADER + ",zip", 1, "zip"),
-        (HEADER.replace(",", ";"), 1, "outcome"),
         ("\xff\xfe", 0, ""),  # no UTF-8
     ],
 )
@@ -163,10 +159,7 @@ def test_a_wrong_file_is_refused_by_line_and_column(text: str, line: int, column
         ({"target": None}, "target"),
         ({"classes": ["well"]}, "classes"),
         ({"numeric": {"age": {"sd": 3}}}, "'sd'"),
-        ({"numeric": {}, "categorical": {}}, "learn"),
         ({"numeric": {"outcome": {}}}, "'outcome'"),
-        ({"missing": "mean"}, "'mean'"),
-        ({"delimiter": "::"}, "','"),
     ],
 )
 def test_a_description_that_is_wrong_is_refused(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
@@ -174,17 +167,6 @@ def test_a_description_that_is_wrong_is_refused(changes: dict[str, Any], problem
     with wrong_data(tmp_path / "columns.toml") as caught:
         load_csv(str(file), 0)
     assert problem in str(caught.value)
-
-
-def test_the_digest_tells_descriptions_apart_and_not_their_layout(tmp_path: Path) -> None:
-    site(tmp_path)
-    columns = read_columns(tmp_path)
-    assert columns == columns_of(SCHEME)
-    (tmp_path / "columns.toml").write_text("# a comment\n" + (tmp_path / "columns.toml").read_text())
-    assert read_columns(tmp_path).digest == columns.digest
-    turned = {"smoker": ["yes", "no"], "ward": ["a", "b", "c"]}
-    others = [{"classes": ["ill", "well"]}, {"numeric": {"dose": {}}}, {"categorical": turned}, {"missing": "drop"}, {"seed": 1}]
-    assert len({columns.digest, *(columns_of(SCHEME | other).digest for other in others)}) == 1 + len(others)
 
 
 def test_paths(tmp_path: Path) -> None:

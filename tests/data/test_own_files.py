@@ -167,20 +167,11 @@ def test_sites_agree_on_labels_only_by_a_shared_classes_txt(tmp_path: Path) -> N
     assert [(data.y_train.tolist(), data.y_test.tolist(), data.classes) for data in found] == [([1, 0], [0], 3), ([0, 2], [0], 3)]
 
 
-def test_resizing_crops_to_the_centre_and_does_not_distort(tmp_path: Path) -> None:
-    images(tmp_path, made())
-    wide = np.zeros((6, 14, 3), dtype=np.uint8)
-    wide[:, 4:10] = 200  # the centred square; black at both sides
-    Image.fromarray(wide).save(tmp_path / "test" / "c" / "b.png")
-    assert torch.equal(load("folder", str(tmp_path), 12).x_test[2], torch.full((3, 12, 12), 200, dtype=torch.uint8))
-
-
 @listed(
     ("name", "content"),
     [
         ("deep.png", Image.fromarray(np.full((8, 8), 3000, dtype=np.uint16))),  # converted, its pixels would saturate
         ("0.png", Image.new("RGB", (12, 12))),  # comes first, but the others outvote it
-        ("notes.txt", b"hello"),
         ("cut.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"),
     ],
 )

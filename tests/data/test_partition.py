@@ -138,10 +138,8 @@ def test_masks_are_counted_by_pixel_and_divided_without_their_labels() -> None:
     ("arguments", "message"),
     [
         ({"kind": "random"}, "'random'"),
-        ({"kind": "classes", "parameter": 1.5}, "1.5"),
         ({"kind": "classes", "parameter": 11}, "11"),
         ({"kind": "dirichlet", "parameter": 0.5, "clients": 301}, "301 clients"),
-        ({"kind": "similarity", "parameter": 1.1}, "1.1"),
         ({"kind": "table", "parameter": 4, "clients": 6}, "5 clients"),
         ({"kind": "domain"}, "domains"),
         ({"kind": "natural", "domains": np.arange(600) % 4}, "4"),

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from experiments import papers
 from experiments.data import image_folders as folders
-from experiments.data.cityscapes import Segmentation, load_cityscapes
-from experiments.data.connectomes import SITES, WINDOW, connectome, windows
+from experiments.data.cityscapes import load_cityscapes
+from experiments.data.connectomes import SITES, WINDOW
 from experiments.data.listing import Image, split
-from experiments.data.shift import SHIFTS, Limit, limited, shifted
+from experiments.data.shift import Limit, limited, shifted
 from fl_bn.data.csv_files import TableData
-from fl_bn.data.dataset import DATASETS, DataNotFound, Dataset, load
+from fl_bn.data.dataset import DATASETS, DataNotFound, Dataset
 from fl_bn.task import IGNORE
 from tests.listed import listed
 from tests.refusals import naming
@@ -41,9 +41,9 @@ def draw(file: Path, pixels: Array) -> Path:
     return file
 
 
-def flat(*colour: int, height: int = 8, width: int = 12) -> Array:
+def flat(*colour: int, width: int = 12) -> Array:
     """Make the pixels of an image of one colour."""
-    return np.full((height, width, 3), colour, dtype=np.uint8)
+    return np.full((8, width, 3), colour, dtype=np.uint8)
 
 
 # A split's images (N, H, H) or (N, H, H, 3) and labels (N,), as the published files have them
@@ -99,13 +99,6 @@ def test_missing_files_are_named_and_nothing_is_written(name: str, tmp_path: Pat
     with naming(str(tmp_path), DataNotFound):
         read(name, tmp_path)
     assert not [path for path in tmp_path.rglob("*.*") if path.is_file()]
-
-
-def test_every_set_is_on_the_page_and_is_loaded_once() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
-    assert [name for name in DATASETS if f"`{name}`" not in text and name not in ("npz", "folder", "csv")] == []
-    assert load("digits") is load(name="digits", path="", image_size=0)
-    assert load("digits") is not load("digits", image_size=24)
 
 
 # Domains and classes as folders
@@ -200,15 +193,8 @@ def test_pooled_domains_are_divided_anew_four_to_one(five: Path) -> None:
 REGIONS = 5
 
 
-def series(seed: int, length: int = WINDOW + 3, regions: int = REGIONS) -> np.ndarray[Any, np.dtype[np.float64]]:
-    return np.random.default_rng(seed).normal(size=(length, regions))
-
-
-@given(seed=st.integers(0, 999), length=st.integers(3, 40), regions=st.integers(2, 8), scale=st.sampled_from([1e-3, 1.0, 1e4]))
-def test_connectome_is_the_upper_triangle_of_numpys_correlations(seed: int, length: int, regions: int, scale: float) -> None:
-    x = series(seed, length, regions) * scale + scale
-    expected = np.corrcoef(x.T)[np.triu_indices(regions, 1)]
-    np.testing.assert_allclose(connectome(x), expected, atol=1e-5)
+def series(seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.random.default_rng(seed).normal(size=(WINDOW + 3, REGIONS))
 
 
 def test_published_scans_are_those_of_four_sites_and_autism_is_label_1(tmp_path: Path) -> None:
@@ -226,9 +212,9 @@ def test_published_scans_are_those_of_four_sites_and_autism_is_label_1(tmp_path:
     data = read("abide", tmp_path)
     assert (data.domains, data.classes, data.channels, data.image_size) == (SITES, 2, REGIONS * (REGIONS - 1) // 2, 1)
     assert data.domain_train.bincount().tolist() == [8 * 4] * 4  # 8 subjects of 4 windows; two are tested on
-    first = torch.from_numpy(connectome(windows(series(0))[0]))  # of NYU's first subject, whose DX_GROUP is 1
+    first = torch.from_numpy(np.corrcoef(series(0)[:WINDOW].T)[np.triu_indices(REGIONS, 1)])  # of NYU's first subject, whose DX_GROUP is 1
     x, y = torch.cat([data.x_train, data.x_test]), torch.cat([data.y_train, data.y_test])
-    assert y[(x == first).all(1)].tolist() == [1]
+    assert y[((x - first).abs() < 1e-5).all(1)].tolist() == [1]
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -246,41 +232,25 @@ def test_two_scans_of_one_person_are_on_one_side(known: bool, tmp_path: Path) ->
 # Cityscapes
 
 
-def scene(root: Path, part: str, city: str, number: int, ids: Array, colour: int) -> None:
-    name = f"{city}/{city}_{number:06}_000019"
-    draw(root / "leftImg8bit" / part / f"{name}_leftImg8bit.png", flat(*[colour] * 3, height=ids.shape[0], width=ids.shape[1]))
-    draw(root / "gtFine" / part / f"{name}_gtFine_labelIds.png", ids)
-
-
-@pytest.fixture
-def cityscapes(tmp_path: Path) -> Path:
+def test_cityscapes(tmp_path: Path) -> None:
     """Two cities to train on, one to validate on; 8 x 16 pixels, road at the left and sky at the right, a border of nothing."""
     ids = np.zeros((8, 16), dtype=np.uint8)
     ids[2:6, 2:8], ids[2:6, 8:14] = 7, 23
-    for number, (city, colour) in enumerate([("aachen", 10), ("aachen", 20), ("bochum", 30)]):
-        scene(tmp_path, "train", city, number, ids, colour)
-    scene(tmp_path, "val", "lindau", 0, np.full((8, 16), 33, dtype=np.uint8), 40)
-    return tmp_path
-
-
-def test_cityscapes(cityscapes: Path) -> None:
-    data = load_cityscapes(str(cityscapes), 0)
-    assert isinstance(data, Segmentation)
+    for number, (part, city) in enumerate([("train", "aachen"), ("train", "aachen"), ("train", "bochum"), ("val", "lindau")]):
+        name = f"{part}/{city}/{city}_{number:06}_000019"
+        draw(tmp_path / f"leftImg8bit/{name}_leftImg8bit.png", flat(*[number] * 3, width=16))
+        draw(tmp_path / f"gtFine/{name}_gtFine_labelIds.png", ids)
+    data, smaller = (load_cityscapes(str(tmp_path), size) for size in (0, 4))
     assert (data.domains, data.classes, data.image_size) == (("aachen", "bochum", "lindau"), 19, 8)
     assert data.domain_train.tolist() == [0, 0, 1]
-    assert data.x_train[:, 0, 0, 0].tolist() == [10, 20, 30]
+    assert data.x_train[:, 0, 0, 0].tolist() == [0, 1, 2]
     expected = torch.full((8, 16), IGNORE)
     expected[2:6, 2:8], expected[2:6, 8:14] = 0, 10
     assert torch.equal(data.y_train[0], expected)
-    assert data.y_test.unique().tolist() == [18]
-    smaller = load_cityscapes(str(cityscapes), 4).y_train
-    assert smaller.unique().tolist() == [0, 10, IGNORE]  # the nearest pixel: an average of road and sky would be another class
+    assert smaller.y_train.unique().tolist() == [0, 10, IGNORE]  # the nearest pixel: an average would be another class
 
 
 # Domains made by shifts, and the limit per domain
-
-
-NAMES = [name for name in SHIFTS if name != "none"]
 
 
 def made_up(train: int = 20, test: int = 6, channels: int = 3, size: int = 8) -> Dataset:
@@ -292,20 +262,16 @@ def made_up(train: int = 20, test: int = 6, channels: int = 3, size: int = 8) ->
     return Dataset("made-up", x[:train], y[:train], x[train:], y[train:], classes=3)
 
 
-@given(train=st.integers(4, 40), domains=st.integers(1, 3), seed=st.integers(0, 99))
-def test_training_samples_are_divided_equally_and_test_samples_repeated(train: int, domains: int, seed: int) -> None:
+@given(train=st.integers(4, 40), seed=st.integers(0, 99))
+def test_training_samples_are_divided_equally_and_test_samples_repeated(train: int, seed: int) -> None:
     data = made_up(train)
-    names = ["none", "invert", "pixels"][:domains]
-    found = shifted(data, names, seed)
-    assert found.domains == tuple(names)
-    sizes = found.domain_train.bincount()
+    found = shifted(data, ["none", "invert"], seed)
+    sizes, first = found.domain_train.bincount(), found.x_train[:, 0, 0, 0].long()
     assert sizes.max() - sizes.min() <= 1
-    first = found.x_train[:, 0, 0, 0].long()
     numbers = torch.where(found.domain_train == 1, 255 - first, first)
     assert sorted(numbers.tolist()) == list(range(train))  # disjoint, and all of them
     assert torch.equal(found.y_train, numbers % 3)
-    assert torch.equal(found.y_test, data.y_test.repeat(domains))
-    assert torch.equal(found.x_test[: len(data.x_test)], data.x_test)
+    assert torch.equal(found.x_test, torch.cat([data.x_test, 255 - data.x_test]))
 
 
 def only(name: str, x: Tensor) -> Tensor:
@@ -317,20 +283,12 @@ def test_what_each_shift_does() -> None:
     x = made_up(16).x_train
     assert torch.equal(only("invert", x), 255 - x)
     assert torch.equal(only("dark", x), x // 4)
-    fog = only("contrast", x)
-    assert (int(fog.min()), int(fog.max())) == (127, 212)
     assert abs(float((only("noise", torch.full_like(x, 128)).float() - 128).std()) - 40) < 1.5
     flat = torch.full((2, 3, 9, 9), 77, dtype=torch.uint8)
     assert torch.equal(only("blur", flat), flat)
-    assert torch.equal(only("edges", flat), torch.full_like(flat, 255))
-    assert only("blur", x).float().std() < 0.5 * x.float().std()
     coarse = only("pixels", x)
     assert torch.equal(coarse[..., ::2, ::2], coarse[..., 1::2, 1::2])
-    red, green, blue = only("colour", torch.full_like(x, 200)).float().mean((0, 2, 3)).tolist()
-    assert red > green > blue
-    black = torch.zeros_like(x)
-    assert only("background", black).float().std() > 20  # a black image is all photograph
-    assert torch.equal(255 - only("background", 255 - black), only("background", black))
+    assert only("background", torch.zeros_like(x)).float().std() > 20  # a black image is all photograph
 
 
 TABLE = TableData("t", torch.rand(4, 3), torch.zeros(4, dtype=torch.int64), torch.rand(2, 3), torch.zeros(2, dtype=torch.int64), 1)

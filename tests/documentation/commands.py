@@ -119,12 +119,7 @@ def _python(arguments: list[str]) -> None:
         return
     spec = importlib.util.find_spec(arguments[1]) if arguments[0] == "-m" else None
     assert spec is not None or arguments[0] != "-m", f"there is no module {arguments[1]}"
-    source = ROOT / (arguments[0] if spec is None else str(spec.origin))
-    if source.is_relative_to(ROOT) and "site-packages" not in source.parts:  # an environment may lie in the checkout
-        text = source.read_text()
-        for option in (word.split("=")[0] for word in arguments if word.startswith("--")):  # argparse's, or a parameter of typer's
-            there = f'"{option}"' in text or re.search(rf"\b{option[2:].replace('-', '_')}: ", text)
-            assert there, f"{source} has no option {option}"
+    assert arguments[0] == "-m" or (ROOT / arguments[0]).exists() or "/" not in arguments[0], f"there is no {arguments[0]}"
 
 
 def _pip(arguments: list[str]) -> None:

@@ -26,21 +26,13 @@ def name(page: Path) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """Describe a code block.
-
-    Attributes:
-        text: The code.
-        language: The language of the fence; empty for an indented block, or a fence without a language.
-        line: The number of the block's first line in the page.
-        fenced: Whether the block has a fence.
-        given: The NAME in the comment ``<!-- given: NAME -->`` before the block; empty without a comment.
-    """
+    """Describe a code block."""
 
     text: str
-    language: str
-    line: int
+    language: str  # of the fence; empty for an indented block, or a fence without a language
+    line: int  # of the page
     fenced: bool
-    given: str = ""
+    given: str = ""  # the NAME in the comment ``<!-- given: NAME -->`` before the block
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Every code block of README and site: Python runs, page by page, top to bottom; TOML parses; shell commands exist, with their options."""
+"""README and site: Python runs, page by page, top to bottom; TOML parses; commands exist; links lead somewhere; numbers are results."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from fl_bn.methods import METHODS
 from tests.documentation.commands import CHECKS, Incomplete, check, commands
 from tests.documentation.given import GIVEN
-from tests.documentation.pages import PAGES, ROOT, SITE, blocks, inline_code, name
+from tests.documentation.pages import LINK, PAGES, ROOT, SITE, anchors, blocks, inline_code, links, name
 from tests.extension.package import registries_kept
 from tests.listed import listed
 from tests.refusals import naming
@@ -75,9 +76,8 @@ def test_commands_exist(page: Path) -> None:
     ("text", "why"),
     [
         ("fl-bn rum", "there is no command"),
-        ("fl-bn run --rounds 5", "No such option"),
         ("cd x && fl-bn recalibrate", "Missing"),
-        ("python benchmarks/gpu.py --quickly", "no option"),
+        ("python benchmarks/gpus.py", "there is no"),
         ("python -m tests.nothing", "no module"),
         ("X=1 fl-bn run --run-config \"rounds=1\n    metod='fbn'\"  # twice\n", "metod"),
     ],
@@ -98,3 +98,50 @@ def test_toml_parses_and_blocks_of_the_site_say_their_language(page: Path) -> No
         if page in (ROOT / "README.md", *SITE):
             assert block.language in LANGUAGES or not block.fenced, block.line
             assert block.fenced or page.name == "data.md", block.line
+
+
+# Links and numbers
+
+
+SPREAD = re.compile(r"\d+\.\d \(\d+\.\d\)")
+RESULTS = sorted((ROOT / "benchmarks" / "results").rglob("*.md"))
+
+
+def plain(page: Path) -> str:
+    return re.sub(r"\*\*| %(?= \()", "", page.read_text())
+
+
+EVIDENCE = "".join(plain(page) for page in [ROOT / "benchmarks" / "README.md", ROOT / "experiments" / "README.md", *RESULTS])
+
+
+def broken(page: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    file = (page.parent / path).resolve() if path else page
+    if not file.exists() or not file.is_relative_to(ROOT):
+        return True
+    return bool(anchor) and file.suffix == ".md" and anchor not in anchors(file)
+
+
+@listed("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    inside = [link for link in links(page) if not re.match(r"[a-z]+:", link)]
+    assert [link for link in inside if broken(page, link)] == []
+
+
+@listed("link", ["nothing.md", "docs/privacy.md#nothing", "#nothing", "../elsewhere.md"])
+def test_a_link_that_leads_nowhere_is_found(link: str) -> None:
+    assert broken(ROOT / "README.md", link)
+
+
+@listed("page", [ROOT / "README.md", *SITE], ids=name)
+def test_numbers_are_those_of_the_results(page: Path) -> None:
+    """A mean with its spread stands in the result that its line links to; or, where it links to none, in some result."""
+    for line in page.read_text().splitlines():
+        results = [(page.parent / link).resolve() for link in LINK.findall(line) if "/results/" in link and link.endswith(".md")]
+        text = "".join(plain(file) for file in results) or EVIDENCE
+        assert [number for number in SPREAD.findall(line) if number not in text] == [], line
+
+
+def test_every_method_has_its_place() -> None:
+    chosen = (ROOT / "docs" / "methods" / "choosing.md").read_text()
+    assert [method for method in METHODS if f"`{method}`" not in chosen] == []

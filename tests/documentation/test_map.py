@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 
 import pytest
-from scipy.stats import t
 
 from experiments.marks import replaced
 from fl_bn.advise import regimes
@@ -38,12 +36,3 @@ def test_the_recommendation_is_that_of_the_cells(page: Path) -> None:
     for place in [place for place in lines if place.phase == own_map.TEST and place.method == "hbn"]:
         lines[place] /= 2  # control: other numbers, another page
     assert replaced(text, pages.MARK, pages.recommendation(made(lines), pages.WHERE[page])) != text
-
-
-def test_the_least_difference_that_tells_apart_by_hand() -> None:
-    """Rows 90 91, 80 83, 70 69: left over by method and seed are -.5 .5 .5 -.5 ... : squares by hand below."""
-    spans = [1.0, 3.0, -1.0]  # seed 1 minus seed 0; their mean is 1
-    left = sum(2 * ((span - 1.0) / 2) ** 2 for span in spans)  # 2 degrees of freedom
-    found = pages.separable({"fedavg": {0: 90.0, 1: 91.0}, "gn": {0: 80.0, 1: 83.0}, "fbn": {0: 70.0, 1: 69.0}})
-    assert found == pytest.approx(t.ppf(0.975, 2) * math.sqrt(2 * (left / 2) / 2))
-    assert pages.separable({"fedavg": {0: 90.0}, "gn": {0: 80.0}}) == pages.ONE_SEED

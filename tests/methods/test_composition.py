@@ -17,7 +17,7 @@ from fl_bn.methods import METHODS, Method, Role
 from fl_bn.objectives import OBJECTIVES
 from tests.doors.doors import Rounds, Tensors
 from tests.federation import random_samples
-from tests.listed import COMMON, common_first, slow
+from tests.listed import COMMON, slow
 from tests.networks import NETWORKS, seeded_network
 
 SAMPLES = [random_samples(12, brightness=i / 2, seed=i) for i in range(3)]
@@ -90,19 +90,6 @@ def test_any_two_go_together(cell: Cell) -> None:
         assert all((t > 0).all() for name, t in tensors.items() if name.endswith("running_var"))
     for before, after in zip(rounds[:-1], rounds[1:], strict=True):
         assert not before or not identical(of_statistics(before, False), of_statistics(after, False))
-
-
-@pytest.mark.sample("[fixbn", "[hbn", "[fbn")
-@pytest.mark.parametrize("method", common_first(name for name in METHODS if name != "single"))
-def test_statistics_do_not_pass_a_server_optimizer(method: str) -> None:
-    """In round 1 every server gets the same replies: it makes other weights of them, and the same statistics bit for bit."""
-    network = [*NETWORKS][[*METHODS].index(method) % 2]
-    want, others = made(method, "none", "fedavg", network, rounds=2)[0][0], dict[str, Tensors]()
-    for server in SERVER_OPTIMIZERS:
-        others[server] = made(method, "none", server, network, rounds=2)[0][0]
-        assert identical(of_statistics(others[server]), of_statistics(want)), server
-    moved = {server for server, found in others.items() if not identical(of_statistics(found, False), of_statistics(want, False))}
-    assert moved == {"fedadagrad", "fedadam", "fedyogi"}  # the others have no momentum yet
 
 
 @pytest.mark.sample("[fbn-", "[fedtan-", "[fedavg-")

@@ -9,22 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fl_bn.robust.attacks import (
-    ATTACKS,
-    GRID,
-    LABEL_FLIP,
-    ON,
-    Adversary,
-    Attack,
-    Damage,
-    alie,
-    constant,
-    foe,
-    mimic,
-    optimised,
-    sign_flip,
-    z_max,
-)
+from fl_bn.robust.attacks import ATTACKS, GRID, Adversary, Attack, Damage, alie, constant, foe, mimic, optimised, sign_flip, z_max
 from tests.listed import listed
 from tests.refusals import naming
 
@@ -49,7 +34,6 @@ def no_damage(row: np.ndarray) -> float:
         (alie(1.5), MEAN - 1.5 * DEVIATION),
         (alie(-4.0), MEAN + 4 * DEVIATION),
         (mimic(2), [2, 2, 5]),
-        (mimic(5), [3, 2, 1]),
         (constant(7.0), [7, 7, 7]),
         (constant(np.nan), [np.nan] * 3),
     ],
@@ -104,8 +88,7 @@ def test_sign_flipping_leaves_the_variances() -> None:
 def test_what_makes_no_adversary(arguments: tuple[Any, ...], word: str) -> None:
     with naming(word):
         Adversary(*arguments)
-    assert [Adversary("foe", 1, on).on for on in ON] == list(ON)  # control
 
 
 def test_label_flipping_alone_is_on_the_data() -> None:
-    assert [name for name in ATTACKS if Adversary(name, 2).flips_labels] == [LABEL_FLIP]
+    assert [name for name in ATTACKS if Adversary(name, 2).flips_labels] == ["label-flip"]

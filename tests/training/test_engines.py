@@ -6,7 +6,7 @@ tests/conformance compares every method; here are options of training, networks 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -80,29 +80,17 @@ def apart(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-def without_decay_of_vectors(parameters: Iterable[nn.Parameter]) -> SGD:
-    """Whose groups depend on shapes."""
-    parameters = list(parameters)
-    groups = [{"params": [p for p in parameters if (p.ndim > 1) is wide], "weight_decay": 0.1 * wide} for wide in (True, False)]
-    return SGD(groups, lr=0.05, momentum=0.9)
-
-
 OPTIONS: dict[str, tuple[Method, dict[str, Any]]] = {
     "AdamW": (hbn(), {"optimizer": partial(AdamW, lr=0.01)}),
-    "groups by shape": (hbn(), {"optimizer": without_decay_of_vectors}),
     "scheduler": (hbn(), {"scheduler": lambda optimizer: StepLR(optimizer, 2, 0.5)}),
-    "schedule": (hbn(), {"schedule": lambda round, rounds: 1 / round}),
-    "fraction": (hbn(), {"fraction": 0.67}),
     "fedprox": (hbn(), {"objective": FedProx(mu=0.5)}),
     "clipped by norm": (fedavg(), {"clip": "norm", "clip_limit": 0.1}),
     "clipped in a round": (fedavg(), {"clip": "round", "clip_limit": 0.1}),
     "clipped by value": (fedavg(), {"clip": "value", "clip_limit": 0.01}),
     "clipped adaptively": (fedavg(), {"clip": "adaptive", "clip_limit": 0.01}),
-    "tied weights": (fedavg(), {"network": tied, "optimizer": partial(SGD, lr=0.001)}),
     "tied weights at home": (fedbn(), {"network": tied, "optimizer": partial(SGD, lr=0.001)}),
     "hbn's pass, as in evaluation": (hbn(lower_layers="shared", stat_samples=5), {}),
     "fbn, all batches": (fbn(report="all"), {}),
-    "fbn, a pass": (fbn(report="pass"), {}),
     "statistics alone": (static_bn(), {}),
     "frozen statistics and affine": (fixbn(freeze_after=1, freeze_what="both"), {}),
 }
@@ -130,12 +118,6 @@ def of_a_package(thing: Any) -> Any:
     return thing
 
 
-def hooked() -> nn.Module:
-    model = flat()
-    model[1].register_forward_hook(of_a_package(lambda layer, args, output: 2 * output))
-    return model
-
-
 @of_a_package
 class Halved(nn.BatchNorm1d):
     """A class of one's own behind a layer of fl-bn's."""
@@ -151,7 +133,6 @@ FALLS_BACK: dict[str, tuple[Method, dict[str, Any], str]] = {
     "dropout": (fedavg(), {"network": SmallCNN}, "dropout"),
     "control flow": (fedavg(), {"network": asks}, "batch this network"),
     "one sample": (fedavg(), {"sizes": (12, 1, 12)}, "2 samples"),
-    "another's hook": (fbn(), {"network": hooked}, "package mine"),
     "another's layer below fl-bn's": (fbn(), {"network": partial(flat, Halved)}, "package mine"),
     "another's loss": (fbn(), {"network": flat, "loss": of_a_package(lambda output, y: F.cross_entropy(output, y))}, "package mine"),
 }
