@@ -23,10 +23,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 KEYS_OF_NEW = tomllib.loads((ROOT / "fl_bn/templates/app/pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"].keys()
 
 
-class Incomplete(AssertionError):
-    """Report that a command lacks an argument which it requires."""
-
-
 def commands(text: str) -> Iterator[list[str]]:
     """Split a shell text into commands; yield the words of each. A command may span lines inside a quotation or after a backslash."""
     pending = ""
@@ -69,8 +65,7 @@ def _fl_bn(arguments: list[str], name: str = "fl-bn") -> None:
     context = click.Context(command, info_name=name)
     said = f"{name} {shlex.join(arguments)}"
     while isinstance(command, click.Group):
-        if not arguments:
-            raise Incomplete(f"Missing command of {said}")
+        assert arguments, f"Missing command of {said}"
         if arguments == ["--help"]:
             return
         found = command.get_command(context, arguments[0])
@@ -78,8 +73,6 @@ def _fl_bn(arguments: list[str], name: str = "fl-bn") -> None:
         command, arguments = found, arguments[1:]
     try:
         parsed = command.make_context(command.name, list(arguments)).params
-    except click.exceptions.MissingParameter as error:
-        raise Incomplete(f"{said}: {error.format_message()}") from error
     except click.exceptions.ClickException as error:
         raise AssertionError(f"{said}: {error.format_message()}") from error
     except click.exceptions.Exit:

@@ -30,13 +30,7 @@ def registries_kept() -> Iterator[None]:
 
 @contextmanager
 def installed(site: Path, modules: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Install ``own_package`` in the folder ``site``, with an entry point for each of its ``modules``; undo this after the block.
-
-    Args:
-        site: A new folder, which is added to Python's path.
-        modules: Name of a module -> its source text.
-        monkeypatch: The test's fixture.
-    """
+    """Install ``own_package`` in the folder ``site``, with an entry point for each of its ``modules``; undo this after the block."""
     metadata, folder = site / "own_package-1.0.dist-info", site / "own_package"
     for made in (metadata, folder):
         made.mkdir(parents=True)

@@ -58,15 +58,10 @@ class Cohort:
 
 
 @st.composite
-def cohorts(
-    draw: st.DrawFn, name: str = "median", least_f: int = 0, most_f: int = 3, extra: int = 5, dims: int = 2, honest: int = 1
-) -> Cohort:
-    """Draw a cohort with random rows, no two of which are at equal distances.
-
-    It has the fewest rows that the rule ``name`` takes, at least ``honest`` honest ones, and up to ``extra`` more.
-    """
+def cohorts(draw: st.DrawFn, name: str = "median", least_f: int = 0, most_f: int = 3, extra: int = 5, dims: int = 2) -> Cohort:
+    """Draw random rows, no two at equal distances: the fewest that the rule ``name`` takes, and up to ``extra`` more."""
     f = draw(st.integers(least_f, most_f))
-    fewest = max(least(name, f), f + honest)
+    fewest = max(least(name, f), f + 1)
     n = draw(st.integers(fewest, fewest + extra))
     d, seed = draw(st.integers(dims, dims + 6)), draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)

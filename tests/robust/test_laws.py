@@ -113,21 +113,6 @@ def test_rows_with_one_number_that_is_none_leave(name: str, dtype: str, data: st
         close(got.value, rule_named(name)(cohort.rows(SIZES[dtype][-1], dtype), cohort.f).value, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("name", ["krum", "multi-krum", "median", "trimmed-mean", "nnm+trimmed-mean"])
-@few
-@given(data=st.data())
-def test_f_goes_down_by_the_rows_that_left(name: str, data: st.DataObject) -> None:
-    """Some lies are huge, the others are no numbers."""
-    cohort = data.draw(cohorts(name, least_f=2, most_f=4))
-    rows, gone = cohort.rows(1e10), cohort.liars[:: data.draw(st.integers(2, 3))]
-    rows[gone, 0] = np.nan
-    got, want = rule_named(name)(rows, cohort.f), rule_named(name)(np.delete(rows, gone, 0), cohort.f - len(gone))
-    np.testing.assert_array_equal(got.value, want.value)
-    assert list(got.report.rejected) == gone
-    if "krum" in name:
-        close(got.value, rule_named(name)(cohort.rows(1e10), cohort.f).value)
-
-
 @listed("name", ROBUST)
 def test_float32_rows_whose_sum_overflows_are_rows(name: str, rng: np.random.Generator) -> None:
     rows = rng.normal(size=(9, 40)).astype(np.float32)

@@ -12,16 +12,16 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fl_bn.bn.moments import Moments, Running, weighted_mean
-from fl_bn.federation.aggregation import BLOCK, NO_DEFENCE, Defence, Drift, TooFew, average, combine
+from fl_bn.federation.aggregation import BLOCK, NO_DEFENCE, Defence, Drift, TooFew, average
 from fl_bn.federation.optimizers import server_optimizer
 from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.replies import Intake
 from fl_bn.federation.server import Server
 from fl_bn.federation.values import Reply, RoundReplies
-from fl_bn.methods import METHODS, LayerReports
+from fl_bn.methods import METHODS
 from fl_bn.robust import RULES, rule_named
 from tests.listed import listed
 from tests.networks import seeded_network
@@ -44,23 +44,13 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return all(torch.equal(a[k], b[k]) for k in a.keys() | b.keys())
 
 
-def parts_of(*shape: int, n: int = 4, dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
-    rng = np.random.default_rng(0)
-    return [{"w": torch.from_numpy(100 * rng.normal(size=shape)).to(dtype), "b": torch.tensor(rng.normal())} for _ in range(n)]
-
-
 def of_every_kind(seed: int) -> dict[str, Tensor]:
     """Make tensors shorter and longer than a block, counters, and an empty tensor."""
     rng = np.random.default_rng(seed)
     normal = {f"n{size}": torch.from_numpy(rng.normal(size=size)).float() for size in (1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 13)}
     counters = {f"c{i}": torch.from_numpy(rng.integers(2**53, 2**60, (3, 2))) for i in range(3)}
-    return {
-        **normal,
-        **counters,
-        "double": torch.from_numpy(rng.normal(size=BLOCK + 1)),
-        "empty": torch.zeros(0),
-        "last": torch.tensor(1.5),
-    }
+    others = {"double": torch.from_numpy(rng.normal(size=BLOCK + 1)), "empty": torch.zeros(0), "last": torch.tensor(1.5)}
+    return {**normal, **counters, **others}
 
 
 def test_blocks_change_no_bit_of_the_average_of_any_tensor() -> None:
@@ -92,8 +82,8 @@ def taken(order: Sequence[Reply], absent: Sequence[int] = (), silent: Sequence[i
 
 
 @listed("how", ["absent", "silent"])
-def test_the_order_of_arrival_changes_no_bit_nor_does_a_client_that_is_missing(how: str) -> None:
-    parts = parts_of(1000, dtype=torch.float64)  # whole multiples of float32 numbers add up without rounding, in any order
+def test_the_order_of_arrival_changes_no_bit_nor_does_a_client_that_is_missing(how: str, rng: np.random.Generator) -> None:
+    parts = [{"w": torch.from_numpy(100 * rng.normal(size=1000)), "b": torch.tensor(rng.normal())} for _ in range(4)]
     for missing in ((), (1,)):
         left = [i for i in range(4) if i not in missing]
         want = written_out([parts[i] for i in left], [SIZES[i] for i in left])
@@ -128,26 +118,6 @@ def test_drift_names_the_layer_that_moved_most_or_diverged() -> None:
     assert drift == Drift(largest=3.0, layer="b", min_var=0.5, growth=2.0)
     assert Drift.between({}, {}) is None
     assert diverged.layer == "b"  # plain max() answers with layer a
-
-
-def test_combine_keeps_layers_that_nobody_ran_and_weighs_steps_by_count() -> None:
-    layers = {"one": nn.BatchNorm1d(1, momentum=0.3), "two": nn.BatchNorm1d(1)}
-    shared = {k: Running(torch.zeros(1), torch.ones(1)) for k in layers}
-    seen: list[LayerReports] = []
-
-    def rule(reports: LayerReports) -> Running:
-        seen.append(reports)
-        return METHODS["fbn"](momentum=reports.momentum, report="all").combine(reports)
-
-    def part(count: int) -> Moments:
-        return Moments(count, torch.ones(1).double(), torch.ones(1).double())
-
-    new = combine(rule, shared, [{"one": part(30)}, {"one": part(10), "two": part(0)}], [1, 5], layers)
-    assert new["two"] is shared["two"]
-    (only,) = seen
-    assert (only.momentum, only.steps, [p.count for p in only.parts]) == (0.3, 2.0, [30, 10])
-    assert new["one"].mean.dtype is torch.float64
-    assert new["one"].mean.item() == pytest.approx(1 - 0.7**2)
 
 
 # The defence
