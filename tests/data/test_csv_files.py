@@ -85,6 +85,7 @@ def test_several_files_are_domains_and_a_site_has_the_same_split_alone(tmp_path:
     other = load_csv(str(site(tmp_path / "seed", "south", rows[:31], seed=1)), 0)
     assert not torch.equal(other.x_train, alone.x_train)  # control: another seed of columns.toml draws others
     assert load_csv(f"{tmp_path / 'south.csv'}, {tmp_path / 'north.csv'}", 0).domains == ("south", "north")
+    assert len(load_csv(str(site(tmp_path / "two", rows=ROWS[:2])), 0).y_test) == 1  # each class has one row
 
 
 @pytest.mark.parametrize("changes", [{"ignore": [], "group": "id"}, {}], ids=["grouped", "control"])
@@ -159,7 +160,6 @@ def test_a_wrong_file_is_refused_by_line_and_column(text: str, line: int, column
         ({"target": None}, "target"),
         ({"classes": ["well"]}, "classes"),
         ({"numeric": {"age": {"sd": 3}}}, "'sd'"),
-        ({"numeric": {"outcome": {}}}, "'outcome'"),
     ],
 )
 def test_a_description_that_is_wrong_is_refused(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from experiments import papers
 from experiments.data import image_folders as folders
 from experiments.data.cityscapes import load_cityscapes
 from experiments.data.connectomes import SITES, WINDOW
-from experiments.data.listing import Image, split
 from experiments.data.shift import Limit, limited, shifted
 from fl_bn.data.csv_files import TableData
 from fl_bn.data.dataset import DATASETS, DataNotFound, Dataset
@@ -151,18 +150,6 @@ def test_published_lists_decide_the_split(tmp_path: Path) -> None:
         read(name, tmp_path, 8)
 
 
-@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5))
-def test_split_is_stratified_disjoint_and_complete(sizes: list[int]) -> None:
-    images = [Image(Path(f"{label}/{i}"), label) for label, size in enumerate(sizes) for i in range(size)]
-    train, test = split(images)
-    assert sorted(train + test) == sorted(images)
-    for label, size in enumerate(sizes):
-        tested = sum(image.label == label for image in test)
-        assert tested == (0 if size == 1 else min(max(1, round(0.2 * size)), size - 1))
-    elsewhere = split([image._replace(file=Path("elsewhere") / image.file) for image in images])
-    assert [image.file.name for image in elsewhere[1]] == [image.file.name for image in test]
-
-
 # Five kinds of digits
 
 STAND_INS = ("digits_chars74k_street", "digits_usps", "digits_chars74k_font", "digits_mnist_m", "digits_mnist")
@@ -288,6 +275,10 @@ def test_what_each_shift_does() -> None:
     assert torch.equal(only("blur", flat), flat)
     coarse = only("pixels", x)
     assert torch.equal(coarse[..., ::2, ::2], coarse[..., 1::2, 1::2])
+    stroke = torch.zeros(1, 1, 28, 28, dtype=torch.uint8)
+    stroke[:, :, 4:24, 12:18] = 255
+    thin, broken, swollen, thick = (only(name, stroke).sum() for name in ("thin", "fracture", "swelling", "thick"))
+    assert thin < broken < stroke.sum() < swollen < thick
     assert only("background", torch.zeros_like(x)).float().std() > 20  # a black image is all photograph
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ from fl_bn.data.digits import SPLIT
 from fl_bn.data.images import resize
 from fl_bn.data.record import Dataset
 from fl_bn.data.subsets import hold_out
+from fl_bn.run.assembly import OwnData, client_samples, partitions
+from fl_bn.run.config import RunConfig
+from tests.experiment.small_data import small_config, small_npz
 from tests.listed import listed
 from tests.refusals import wrong_data
 
@@ -90,6 +94,14 @@ def test_every_client_gives_a_share_and_trains_on_the_rest() -> None:
     assert [len(part) for part in least.parts] == [2, 2, 2]  # a client keeps two samples
     with wrong_data("made-up", "validation-share=0.9"):
         hold_out(data, [np.arange(2), np.arange(2, 4)], 0.9, 0)
+
+
+def test_runs_and_sites_do_so(tmp_path: Path) -> None:
+    sites = {"dataset": "sites", "classes": 4, "channels": 1, "image-size": 4, "model": "mlp", "validation-share": 0.25}
+    run = {**small_config(tmp_path), "partition": "iid", "clients": 4, "validation-share": 0.25}
+    assert [len(part) for part in partitions(RunConfig.from_mapping(run))] == [9] * 4
+    train, test, _ = client_samples(RunConfig.from_mapping(sites), 0, OwnData("npz", str(small_npz(tmp_path))))
+    assert (len(train), len(test)) == (36, 12)
 
 
 # The digits that work offline

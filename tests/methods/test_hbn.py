@@ -35,7 +35,6 @@ def network() -> nn.Module:
         (STEPS, {}, 64),
         (LocalTraining(batch_size=4, epochs=1), {}, N),
         (LocalTraining(batch_size=4, steps=2, weigh_all=True), {}, N),  # a client that counts for all it has
-        (STEPS, {"stat_samples": 32}, 32),
     ],
 )
 def test_it_takes_as_many_as_the_client_trains_on(settings: LocalTraining, options: dict[str, int], expected: int, engine: str) -> None:

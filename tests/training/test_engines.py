@@ -22,7 +22,7 @@ from fl_bn import Federation, SeededBatches, methods
 from fl_bn.federation.engines import workers as engine
 from fl_bn.federation.engines.workers import WorkerTiming
 from fl_bn.methods import Method, fbn, fedavg, fedbn, fedtan, fixbn, hbn, static_bn
-from fl_bn.objectives import FedProx, Moon
+from fl_bn.objectives import FedProx
 from tests.listed import listed
 from tests.networks import SmallCNN, SmallResNet, Wired
 from tests.refusals import naming
@@ -86,7 +86,6 @@ OPTIONS: dict[str, tuple[Method, dict[str, Any]]] = {
     "fedprox": (hbn(), {"objective": FedProx(mu=0.5)}),
     "clipped by norm": (fedavg(), {"clip": "norm", "clip_limit": 0.1}),
     "clipped in a round": (fedavg(), {"clip": "round", "clip_limit": 0.1}),
-    "clipped by value": (fedavg(), {"clip": "value", "clip_limit": 0.01}),
     "clipped adaptively": (fedavg(), {"clip": "adaptive", "clip_limit": 0.01}),
     "tied weights at home": (fedbn(), {"network": tied, "optimizer": partial(SGD, lr=0.001)}),
     "hbn's pass, as in evaluation": (hbn(lower_layers="shared", stat_samples=5), {}),
@@ -122,7 +121,6 @@ HALVED = of_a_package(type("Halved", (nn.BatchNorm1d,), {"extra_repr": lambda se
 FALLS_BACK: dict[str, tuple[Method, dict[str, Any], str]] = {
     "fedtan": (fedtan(), {}, "within a local step"),
     "an optimizer of whole tensors": (fedavg(), {"optimizer": partial(torch.optim.Adafactor, lr=0.01)}, "Adafactor"),
-    "moon": (fedavg(), {"objective": Moon()}, "moon"),
     "dropout": (fedavg(), {"network": SmallCNN}, "dropout"),
     "control flow": (fedavg(), {"network": asks}, "batch this network"),
     "one sample": (fedavg(), {"sizes": (12, 1, 12)}, "2 samples"),

@@ -159,7 +159,6 @@ PIXELS, SAID = torch.tensor([[0, 0, 0, 0, 1, 1, 2]]), torch.tensor([[0, 0, 0, 1,
         (REGRESSION, ONE, torch.full((3,), 0.1, dtype=torch.float64), {"r2": NAN}),  # targets that do not vary
         (REGRESSION, ONE + 1e4 + 0.5, ONE + 1e4, {"r2": 1 - 0.75 / 2}),
         (TAGS, NOBODY - 1.0, NOBODY, {"f1-micro": NAN, "f1-macro": NAN, "mean-average-precision": NAN}),
-        (TAGS, torch.tensor([[2.0], [-1.0], [0.5]]), torch.tensor([1, 0, 0]), {"f1-micro": 2 / 3}),  # one label, without an axis
         (AUC, THREE, torch.tensor([0, 1, 0]), {"auc": 1}),  # a class without samples has no part in it
         (AUC, THREE, torch.tensor([1, 1, 1]), {"auc": NAN}),
         (PER_PIXEL, scores_of(OF_300, 300), OF_300, {f"{CLASS}3": 1, f"{CLASS}255": NAN}),
@@ -219,6 +218,8 @@ def test_labels_may_be_written_in_other_forms(task: Task, form: str, rng: np.ran
     assert state_of(task, (output, other)).result() == state_of(task, (output, y)).result()
     if task.takes == (MASKS,):
         assert state_of(task, (output, y.to(torch.uint8))).result() == state_of(task, (output, y)).result()
+        behind, images = task.samples_behind(other), [int((y == label).flatten(1).any(1).sum()) for label in range(4)]
+        assert [behind[f"{CLASS}{label}"] for label in range(4)] == images
 
 
 @listed(
@@ -295,6 +296,9 @@ def test_batches_of_any_loader_are_read(rng: np.random.Generator) -> None:
     several, half = Wired(lambda parts, image, other: parts.net(image + other), net=model), x / 2
     for one in ({"image": half, "other": half, "label": y}, ((half, half), y)):
         assert evaluate(several, [one]).result() == pytest.approx(want, rel=1e-6)
+    with pytest.raises(TypeError) as caught:
+        evaluate(several, [{"image": half, "other": half, "label": y, "id": y}])
+    assert "read(batch)" in caught.value.__notes__[0]
 
 
 OUT = torch.ones(2)
@@ -315,7 +319,6 @@ ZEROS, MAPS, TWO = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, 4, 4), t
         (lambda: REGRESSION.loss(torch.zeros(3, 2), torch.zeros(3)), "targets"),
         (lambda: CLASSIFICATION.read((1, 2, 3)), "read"),
         (lambda: CLASSIFICATION.read({"label": 1, "y": 2, "image": 3}), "target_key"),
-        (lambda: CLASSIFICATION.output({"aux": 1, "mine": 2}), "aux, mine"),
         (lambda: find_task("auto", kind_of(torch.zeros(2, 3))), "regression"),
         (lambda: CLASSIFICATION.loss(TWO, torch.tensor([1, -1, -1, 1])), "-1"),  # the class -1 was left out once
         (lambda: CLASSIFICATION.sums(MAPS, torch.full((2, 4, 4), 7)), "7"),
