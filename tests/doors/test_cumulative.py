@@ -8,24 +8,21 @@ from torch import nn
 from torch.nn import functional as F
 
 from fl_bn import SeededBatches, methods
-from tests.doors.doors import DOORS, RATE, Rounds, apart, drawn, through
-from tests.doors.inner import Samples
+from tests.doors.doors import DOORS, RATE, Rounds, apart, drawn, through, wide
+from tests.federation import random_samples
 
-ROUNDS, SIZE, FEDAVG = 3, 4, methods.fedavg()
+ROUNDS, SIZE = 3, 4
 
 
-def net(momentum: float | None = None) -> nn.Module:
+def net() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=momentum), nn.ReLU(), nn.Linear(8, 2)).double()
+        norm = nn.BatchNorm1d(8, momentum=None)
+        return nn.Sequential(nn.Flatten(), nn.Linear(12, 8), norm, nn.ReLU(), nn.Linear(8, 4)).double()
 
 
-def clients() -> list[Samples]:
-    rng = torch.Generator().manual_seed(1)
-    return [Samples(torch.randn(8, 4, generator=rng, dtype=torch.float64) + k, torch.randint(0, 2, (8,), generator=rng)) for k in range(2)]
-
-
-LOADERS = [SeededBatches(own.x, own.y, SIZE) for own in clients()]
+CLIENTS = wide([random_samples(8, size=2, brightness=k / 2, seed=k) for k in range(2)])
+LOADERS = [SeededBatches(own.x, own.y, SIZE) for own in CLIENTS]
 
 
 def plainly(forgets: bool = False) -> Rounds:
@@ -35,7 +32,7 @@ def plainly(forgets: bool = False) -> Rounds:
         ends = []
         for i, loader in enumerate(LOADERS):
             model = net().train()
-            model.load_state_dict({**shared, "1.num_batches_tracked": torch.tensor(0)} if forgets else shared)
+            model.load_state_dict({**shared, "2.num_batches_tracked": torch.tensor(0)} if forgets else shared)
             optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
             for x, y in drawn(loader, i, number):
                 optimizer.zero_grad()
@@ -49,7 +46,7 @@ def plainly(forgets: bool = False) -> Rounds:
 
 @pytest.mark.parametrize("door", DOORS)
 def test_the_average_goes_on_as_in_plain_pytorch(door: str) -> None:
-    found = through(door, net(), FEDAVG, clients(), ROUNDS)
+    found = through(door, net(), methods.fedavg(), CLIENTS, ROUNDS)
     assert apart(found, plainly()) < 1e-12
-    means = [[{"mean": one["1.running_mean"]} for one in rounds] for rounds in (found, plainly(forgets=True))]
+    means = [[{"mean": one["2.running_mean"]} for one in rounds] for rounds in (found, plainly(forgets=True))]
     assert not apart(*means) < 1e-3  # control

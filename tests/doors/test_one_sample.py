@@ -1,4 +1,4 @@
-"""A batch of one sample, a client of one sample, a loader that is empty the second time: one policy in every door."""
+"""A batch of one sample, and a client of one sample: one policy in every door."""
 
 from __future__ import annotations
 

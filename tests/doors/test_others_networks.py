@@ -1,4 +1,4 @@
-"""Networks, layers, targets and objectives as others write them, in ``Federation``: the numbers of plain PyTorch, or one sentence."""
+"""Networks, layers and targets as others write them, in ``Federation``: the numbers of plain PyTorch, or one sentence."""
 
 from __future__ import annotations
 

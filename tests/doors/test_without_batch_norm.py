@@ -1,4 +1,4 @@
-"""A network without BatchNorm: every door says, or refuses, the same before round 1; and whose scale and shift stay at home."""
+"""A network without BatchNorm: every door says, or refuses, the same before round 1."""
 
 from __future__ import annotations
 
