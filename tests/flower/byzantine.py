@@ -1,52 +1,22 @@
-"""Train one round once, and give its replies to any number of servers: honest, attacked, changed, or with clients left out."""
+"""Train one round once, and give its replies to any number of servers: honest, attacked, or changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from copy import copy
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Message, RecordDict
 
 from fl_bn.flower import BatchNormStrategy, Rounds
 from fl_bn.flower.grid_transport import GridTransport
 from fl_bn.methods import METHODS, attacked
 from fl_bn.robust.attacks import Attack
-from tests.federation import random_samples
-from tests.flower.inside import Defence, Header, Payload, RoundRecord, Samples, arrays_record, from_records, to_numpy, to_records
+from tests.flower.inside import Defence, RoundRecord, Samples, arrays_record, to_numpy
+from tests.hostile.liars import Spoil, nothing
 from tests.in_process import WatchedGrid, client_app
 from tests.networks import seeded_network
-
-
-@dataclass
-class Reply:
-    """Hold the parts of a reply, so that a test can change them.
-
-    ``raw`` maps a section and a name to an array that is not a NumPy array.
-    """
-
-    payload: Payload
-    header: dict[str, object]
-    metrics: dict[str, object]
-    raw: dict[tuple[str, str], Array]
-
-    def content(self) -> RecordDict:
-        content = to_records(self.payload, Header("", "", 0, ""))
-        content["fl-bn/header"] = ConfigRecord(self.header)  # type: ignore[arg-type]
-        for (section, name), array in self.raw.items():
-            content[f"fl-bn/{section}"][name] = array  # type: ignore[index]
-        if self.metrics:
-            content["fl-bn/metrics"] = MetricRecord(self.metrics)  # type: ignore[arg-type]
-        return content
-
-
-def taken_apart(message: Message) -> Reply:
-    payload, header = from_records(message.content)
-    own = {s: {n: a.copy() for n, a in arrays.items()} for s, arrays in payload.items()}
-    return Reply(own, dict(asdict(header)), dict(message.content.metric_records["fl-bn/metrics"]), {})
-
 
 Tensors = dict[str, np.ndarray]
 RULES = ("mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "centered-clipping", "nnm+median", "nnm+trimmed-mean")
@@ -57,10 +27,6 @@ HONEST = Defence()
 def both(f: int, rule: str) -> Defence:
     """Return a defence with the same rule for statistics and updates."""
     return Defence(f, rule, rule)
-
-
-def equal_clients(n: int = CLIENTS, samples: int = 6) -> list[Samples]:
-    return [random_samples(samples, brightness=0.1 * i, seed=i) for i in range(n)]
 
 
 def lie(mean: Callable[[np.ndarray], np.ndarray], var: Callable[[np.ndarray], np.ndarray]) -> Attack:
@@ -86,38 +52,21 @@ class OneRound:
         self.population = first.population
         self.replies = list(self.grid.send_and_receive(self.messages))
 
-    def _server(self, defence: Defence, attack: str | Attack = "", f: int = 0, on: str = "both", strength: float = 0.0) -> GridTransport:
-        method = attacked(self.method, attack, f, on, strength) if f else self.method
+    def _server(self, defence: Defence, attack: str | Attack = "", f: int = 0, on: str = "both") -> GridTransport:
+        method = attacked(self.method, attack, f, on) if f else self.method
         rounds = Rounds(len(self.clients), min_replies=0.2, wait=0.0)
         return BatchNormStrategy(seeded_network("cnn"), method, rounds, defence=defence).transport
 
-    def served(
-        self,
-        defence: Defence = HONEST,
-        attack: str | Attack = "",
-        f: int = 0,
-        on: str = "both",
-        strength: float = 0.0,
-        *,
-        silent: Collection[int] = (),
-        spoil: Callable[[int, Reply], None] | None = None,
-    ) -> Served:
-        """Let a new server aggregate the replies; return its state.
+    def served(self, defence: Defence = HONEST, attack: str | Attack = "", f: int = 0, on: str = "both") -> Served:
+        """Let a new server aggregate the replies, ``f`` of which are an attack on statistics, updates or both; return its state."""
+        replies = [self.spoilt(client, nothing) for client in range(len(self.clients))]
+        return self.combined(replies, self._server(defence, attack, f, on))
 
-        Args:
-            on: The target of the attack: statistics, updates or both.
-            silent: The clients that do not reply.
-            spoil: Called with a client and its reply, which it may change. The attack sees the changed replies.
-        """
-        replies = []
-        for client, (message, reply) in enumerate(zip(self.messages, self.replies, strict=True)):
-            if client not in silent:
-                content = reply.content
-                if spoil is not None:
-                    spoil(client, apart := taken_apart(reply))
-                    content = apart.content()
-                replies.append(Message(RecordDict(dict(content.items())), reply_to=message))
-        return self.combined(replies, self._server(defence, attack, f, on, strength))
+    def spoilt(self, client: int, spoil: Spoil) -> Message:
+        """Return a client's reply, changed by a function of ``tests.hostile.liars``."""
+        message, content = self.messages[client], RecordDict(dict(self.replies[client].content.items()))
+        spoil(message, "train", content)
+        return Message(content, reply_to=message)
 
     def combined(self, replies: list[Message], server: GridTransport | None = None) -> Served:
         """Let a server, by default an honest and undefended one, aggregate ``replies``; return its state."""

@@ -1,3 +1,4 @@
+# ruff: noqa: F401  # inner names, which the tests of this folder import from here
 """Names of the product's inner modules that tests of this folder need. They are imported here alone, so that a move changes one file."""
 
 from collections.abc import Callable
@@ -8,11 +9,10 @@ from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.aggregation import Defence, running_statistics
 from fl_bn.federation.local import Samples
 from fl_bn.federation.network import Network
-from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord
+from fl_bn.federation.record import Disclosure, RoundRecord
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import Payload, to_numpy, to_tensors
-from fl_bn.flower.compat import LOGGER, find
-from fl_bn.flower.population import Client
+from fl_bn.flower.compat import find
 from fl_bn.flower.recovery import Checkpoint
 from fl_bn.flower.wire.codec import Header, RunId, from_records, to_records
 from fl_bn.flower.wire.codec import arrays_of as arrays_record
@@ -21,33 +21,6 @@ from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.flower_config import PROGRESS
 
 Clients = Callable[..., list[Samples]]
-
-__all__ = [
-    "Clients",
-    "LOGGER",
-    "PROGRESS",
-    "Checkpoint",
-    "Client",
-    "ClientRecord",
-    "Defence",
-    "Disclosure",
-    "ExchangeSettings",
-    "Header",
-    "LocalTraining",
-    "Payload",
-    "RoundRecord",
-    "RunId",
-    "Samples",
-    "SecureAggregation",
-    "arrays_record",
-    "find",
-    "from_records",
-    "running_statistics",
-    "signature",
-    "to_numpy",
-    "to_records",
-    "to_tensors",
-]
 
 
 def signature(model: nn.Module, method: Method) -> str:

@@ -1,34 +1,20 @@
-"""The wire: what goes in comes out, whatever the names, shapes and dtypes; what does not fit the schema is refused by name.
-
-What cannot be read at all: see test_malformed_replies, and tests/hostile.
-"""
+"""The wire: what goes in comes out, whatever the names, shapes and dtypes. What cannot be read: see tests/hostile."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import Message, RecordDict
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from fl_bn import convert
-from fl_bn.federation.network import Network
 from fl_bn.flower.wire.codec import LazyArray
-from fl_bn.methods import METHODS, Phase
-from tests.flower.byzantine import equal_clients
-from tests.flower.inside import (
-    Header,
-    LocalTraining,
-    Payload,
-    from_records,
-    signature,
-    to_records,
-)
-from tests.in_process import identical, run
-from tests.networks import seeded_network
+from fl_bn.methods import METHODS
+from tests.flower.inside import Header, LocalTraining, Payload, from_records, to_records
+from tests.hostile.liars import people
+from tests.in_process import WatchedGrid, client_app, identical, run
 
 HEADER = Header("fbn", "train", 3, "0123")
 NAMES = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
@@ -39,71 +25,42 @@ ARRAYS = arrays.arrays(
 PAYLOADS = st.dictionaries(NAMES.filter(lambda name: name != "header"), st.dictionaries(NAMES, ARRAYS, max_size=3), max_size=3)
 
 
-def same(a: Payload, b: Payload) -> bool:
-    """Same sections, names, order, dtypes, shapes and bits."""
-    if [(k, list(v)) for k, v in a.items()] != [(k, list(v)) for k, v in b.items()]:
-        return False
-    pairs = [(a[s][n], b[s][n]) for s in a for n in a[s]]
-    return all(x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes() for x, y in pairs)
+def travelled(content: RecordDict) -> RecordDict:
+    return recorddict_from_proto(recorddict_to_proto(content))
+
+
+def bits(payload: Payload) -> dict[str, list[tuple[str, np.dtype, tuple[int, ...], bytes]]]:
+    return {section: [(k, a.dtype, a.shape, a.tobytes()) for k, a in named.items()] for section, named in payload.items()}
 
 
 @given(PAYLOADS)
 def test_records_round_trip_through_protobuf(payload: Payload) -> None:
-    content = recorddict_from_proto(recorddict_to_proto(to_records(payload, HEADER)))
-    came, header = from_records(content)
+    came, header = from_records(travelled(to_records(payload, HEADER)))
     assert header == HEADER
-    assert {k: list(v) for k, v in came.items()} == {k: list(v) for k, v in payload.items()}
-    assert same({k: came[k] for k in payload}, payload)
+    assert bits(came) == bits(payload)
 
 
-# What a payload must look like
+class AsBytes(WatchedGrid):
+    """Every message travels as protobuf, in both directions, though all is in one process."""
+
+    def _answer(self, message: Message) -> Message:
+        message.content.update(travelled(message.content))
+        reply = super()._answer(message)
+        reply.content.update(travelled(reply.content))
+        return reply
 
 
-def test_layers_without_running_statistics_are_not_asked_for_moments() -> None:
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4, track_running_stats=False), torch.nn.BatchNorm2d(4))
-    asked = Network(model, METHODS["fedavg"]()).reply(Phase.MEASURE).sections["moments"]
-    assert list(asked) == ["2.count", "2.mean", "2.var"]
-
-
-def test_the_signature_tells_models_methods_and_dtypes_apart() -> None:
-    fbn, fedavg = METHODS["fbn"](), METHODS["fedavg"]()
-    small, other = seeded_network("cnn"), seeded_network("resnet")
-    found = [
-        signature(convert(small, fedavg), fedavg),
-        signature(convert(small, METHODS["fedbn"]()), METHODS["fedbn"]()),  # the same tensors
-        signature(convert(small, fbn), fbn),
-        signature(convert(other, fbn), fbn),
-        signature(convert(seeded_network("cnn", dtype=torch.float64), fbn), fbn),
-    ]
-    assert len(set(found)) == len(found)
-    assert signature(convert(seeded_network("cnn", seed=7), fbn), fbn) == found[2]  # values do not matter
-
-
-# Arrays that stay in a process are handed over; the wire sees them as Flower's own
-
-GIVEN = {"f": np.arange(6, dtype=np.float32).reshape(2, 3).T, "i": np.array(3), "e": np.empty((0, 2))}
-
-
-def test_on_the_wire_it_is_flowers_own_array() -> None:
-    for array in GIVEN.values():
-        lazy, own = LazyArray(array), Array(np.asarray(array, order="C"))
-        assert (lazy.dtype, lazy.shape, lazy.stype, lazy.data) == (own.dtype, own.shape, own.stype, own.data)
-        assert lazy.object_id == own.object_id
-        assert lazy.deflate() == own.deflate()
+def handed_over(grid: WatchedGrid) -> int:
+    records = [record for reply in grid.received for record in reply.content.array_records.values()]
+    return sum(isinstance(array, LazyArray) for record in records for array in record.values())
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["hbn", "fedtan", "fbn"])
-def test_a_run_has_the_same_bits_whether_arrays_are_handed_over_or_encoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    method = METHODS[name]()
+def test_a_run_has_the_same_bits_whether_arrays_are_handed_over_or_encoded(name: str) -> None:
+    method, clients = METHODS[name](), people(3)
     settings = LocalTraining(batch_size=4, steps=2, momentum=0.9, maintain="reset" if method.exchanges else "local")
-    handed = run(method, equal_clients(3), 3, settings=settings)
-
-    def encoded(arrays: dict[str, np.ndarray]) -> ArrayRecord:
-        return ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in arrays.items()})
-
-    for module in ("wire.codec", "handlers", "layerwise.transcript"):
-        monkeypatch.setattr(f"fl_bn.flower.{module}.to_record", encoded)
-    over_the_wire = run(method, equal_clients(3), 3, settings=settings)
-    assert not any(isinstance(a, LazyArray) for a in over_the_wire.result.arrays.values())
-    assert all(identical(tensors, over_the_wire.trajectory[round]) for round, tensors in handed.trajectory.items())
+    handed = run(method, clients, 3, settings=settings)
+    encoded = run(method, clients, 3, settings=settings, grid=AsBytes(client_app(method, clients, settings), 3))
+    assert handed_over(handed.grid) > handed_over(encoded.grid) == 0
+    assert all(identical(tensors, encoded.trajectory[round]) for round, tensors in handed.trajectory.items())

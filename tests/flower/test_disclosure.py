@@ -12,7 +12,8 @@ from fl_bn.flower.disclosure import FEW
 from fl_bn.methods import METHODS, Refresh
 from tests.conformance.cases import every_method
 from tests.flower.inside import Clients, Disclosure, LocalTraining, Samples
-from tests.in_process import TWO_STEPS, Run, WatchedGrid, client_app, run, sections
+from tests.hostile.liars import LIAR, lied, sets
+from tests.in_process import TWO_STEPS, Run, run, sections
 from tests.listed import listed
 
 ONE_STEP, EPOCHS = LocalTraining(batch_size=4, steps=1), LocalTraining(batch_size=4, epochs=3)
@@ -95,23 +96,11 @@ def test_how_many_samples_are_behind_what_was_told(
         assert f"client 2 revealed statistics of {few[0]} samples" in log.text
 
 
-def test_a_reply_that_is_refused_has_left_all_the_same_and_who_fails_sends_nothing(clients: list[Samples]) -> None:
-    class Spoiling(WatchedGrid):
-        def pull_messages(self, message_ids):  # type: ignore[no-untyped-def]
-            for reply in (replies := list(super().pull_messages(message_ids))):
-                if reply.metadata.message_type == "train" and reply.metadata.src_node_id == 2:
-                    reply.content["fl-bn/metrics"]["samples"] = 99
-            return replies
-
-    def disturb(client: int, what: str) -> None:
-        if client == 2:
-            raise OSError("no")
-
-    grid = Spoiling(client_app(METHODS["fedavg"](), clients, disturb=disturb), 3)
-    ran = run(METHODS["fedavg"](), clients, 1, grid=grid, policy={"min_replies": 0.1})
-    assert [c.client for c in ran.records[0].accepted] == [0]
-    assert of(ran, 1, "weights")[0].nbytes == of(ran, 0, "weights")[0].nbytes > 0
-    assert {d.client for d in ran.records[0].disclosures} == {0, 1}
+def test_a_reply_that_is_refused_has_left_all_the_same() -> None:
+    (record,) = lied(sets("train", "metrics", samples=99), "fedavg", rounds=1).records
+    assert record.clients[LIAR].refused
+    left = {d.client: d.nbytes for d in record.disclosures if d.section == "weights"}
+    assert left[LIAR] == left[0] > 0
 
 
 def test_every_evaluation_is_counted_with_the_fewest_samples_behind_a_number(tiny_clients: Clients) -> None:

@@ -10,20 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_bn import Federation
-from fl_bn.data.dataset import to_input
 from fl_bn.federation.recalibration import recalibrate
 from fl_bn.flower import RunFailed
-from fl_bn.flower.layerwise.exchanges import Exchanges
 from fl_bn.methods import METHODS, Role
 from tests.federation import random_samples
 from tests.flower.inside import Clients, Defence, ExchangeSettings, Samples, running_statistics
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
 from tests.listed import common_first, listed
-from tests.networks import seeded_network
+from tests.networks import Wired, seeded_network
 from tests.training.test_recalibration import LAYERS, network
-
-BY_PASSES = "Statistics are measured by one pass per layer instead"
 
 
 def shares_statistics(name: str) -> bool:
@@ -82,117 +77,53 @@ def test_a_robust_rule_pools_every_layer(rule: str, sizes: tuple[int, ...], tiny
     assert not identical(statistics(robust["auto"]), statistics(calibrated("auto", clients, network("resnet"))))  # control
 
 
-# where passes take its place
-
-
-class Siamese(nn.Module):
-    """An encoder that sees the image and its mirror image; a layer of the head that is used once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)
-        self.flat, self.head = nn.BatchNorm1d(8), nn.Linear(8, 4)
-
-    def encode(self, x: Tensor) -> Tensor:
-        return torch.relu(self.norm(self.conv(x))).mean((2, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.flat(torch.cat([self.encode(x), self.encode(x.flip(-1))], 1)))
+# Where passes take its place
 
 
 def test_where_a_layer_is_used_twice_there_are_passes(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+    """An encoder sees the image and its mirror image, and the head has a layer that is used once."""
+
+    def both(net: Any, x: Tensor) -> Tensor:
+        seen = [torch.relu(net.norm(net.conv(one))).mean((2, 3)) for one in (x, x.flip(-1))]
+        return net.head(net.flat(torch.cat(seen, 1)))
+
     torch.manual_seed(0)
-    made = Siamese()
+    made = Wired(both, conv=nn.Conv2d(3, 4, 3, bias=False), norm=nn.BatchNorm2d(4), flat=nn.BatchNorm1d(8), head=nn.Linear(8, 4))
     ran, passes = (calibrated(how, clients, made) for how in ("auto", "passes"))
-    assert BY_PASSES in log.text
     assert "layer 'norm' more than once" in log.text
     assert messages(ran) == messages(passes) + 1  # the first one failed
     assert identical(statistics(ran), statistics(passes))
     assert not identical(statistics(ran), statistics(calibrated("passes", clients[:2], made)))  # control
-    log.clear()
-    loaders = [[(to_input(c.x, torch.float32), c.y)] for c in clients]
-    list(Federation(made, METHODS["static-bn"](), loaders, calibrate=0).run(1))
-    assert "more than once" in log.text
 
 
-def test_a_client_that_drops_is_missing_as_in_passes(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_drops_is_missing_as_in_passes(clients: list[Samples]) -> None:
     def disturb(client: int, what: str) -> None:
         if client == 1:
             raise OSError("the disk is full")
 
-    def of(how: str, who: list[Samples], lost: bool) -> Run:
+    def of(how: str, who: list[Samples], lost: bool = False) -> Run:
         made = network("chain", torch.float32)
-        app = client_app(METHODS["fedavg"](), who, disturb=disturb if lost else lambda client, what: None, model=made)
+        app = client_app(METHODS["fedavg"](), who, **({"disturb": disturb} if lost else {}), model=made)
         return calibrated(how, who, made, grid=WatchedGrid(app, len(who)))
 
-    ran = of("auto", clients, True)
-    assert BY_PASSES in log.text
+    ran, others = of("auto", clients, lost=True), of("auto", [clients[0], clients[2]])
     assert {one.clients for one in ran.strategy.transport.statistics.outcomes} == {2}
-    assert identical(statistics(ran), statistics(of("passes", clients, True)))
-    others = of("auto", [clients[0], clients[2]], False)
+    assert identical(statistics(ran), statistics(of("passes", clients, lost=True)))
     assert identical(statistics(ran), statistics(others))
     assert messages(others) == 1
-    assert not identical(statistics(ran), statistics(of("auto", clients, False)))  # control
+    assert not identical(statistics(ran), statistics(of("auto", clients)))  # control
 
 
-def test_a_client_without_samples_is_not_asked(clients: list[Samples]) -> None:
-    nobody = Samples(clients[0].x[:0], clients[0].y[:0])
-    ran = calibrated("auto", [*clients, nobody], network("chain", torch.float32))
-    assert [m.metadata.message_type for m in ran.grid.sent].count("query.statistics") == 3
-    assert [c.refused for c in ran.records[-1].clients] == ["", "", "", "it has no samples"]
-    assert identical(statistics(ran), statistics(calibrated("passes", clients, network("chain", torch.float32))))
-
-
-@listed(
-    ("policy", "limit", "said"),
-    [
-        ({"exchange": ExchangeSettings("replay")}, None, "replay"),
-        ({"exchange": ExchangeSettings("grpc")}, None, "grpc"),
-        ({"recalibration": "passes"}, None, ""),
-        ({}, ("MOST", 2), "too many for one process"),
-        ({}, ("MOST_BYTES", 3000), "too many for one process"),
-    ],
-)
-def test_who_cannot_meet_makes_passes(
-    policy: dict[str, Any], limit: tuple[str, int] | None, said: str, clients: list[Samples], log: pytest.LogCaptureFixture
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if limit:
-            patch.setattr(f"fl_bn.exchange.local.{limit[0]}", limit[1])
-        ran = calibrated("auto", clients, network("chain", torch.float32), policy=policy)
-    assert messages(ran) == 4
-    assert (BY_PASSES in log.text) is bool(said)
-    assert said in log.text
-    assert identical(statistics(ran), statistics(calibrated("auto", clients, network("chain", torch.float32))))
-
-
-# runs of no rounds, and passes before the first
+def test_where_the_exchange_takes_a_message_per_layer_there_are_passes_too(clients: list[Samples]) -> None:
+    ran, meeting = (
+        calibrated("auto", clients, network("chain", torch.float32), policy={"exchange": ExchangeSettings(carrier)})
+        for carrier in ("replay", "local")
+    )
+    assert (messages(ran), messages(meeting)) == (4, 1)
+    assert identical(statistics(ran), statistics(meeting))
 
 
 @listed("name", [name for name in METHODS if not (METHODS[name]().has_statistics and shares_statistics(name))])
 def test_without_shared_statistics_there_is_nothing_to_measure(name: str, clients: list[Samples]) -> None:
     with pytest.raises(RunFailed):
         calibrated("auto", clients, seeded_network("cnn"), name)
-
-
-def test_a_pass_with_too_few_clients_ends_the_run(clients: list[Samples]) -> None:
-    def disturb(client: int, what: str) -> None:
-        if client < 2:
-            raise OSError("the disk is full")
-
-    grid = WatchedGrid(client_app(METHODS["fedavg"](), clients, disturb=disturb, model=network("resnet")), 3)
-    with pytest.raises(RunFailed):
-        calibrated("passes", clients, network("resnet"), grid=grid)
-
-
-# before evaluations, and in plain torch
-
-
-def test_a_simulation_makes_passes_unless_it_is_told_to_try() -> None:
-    InMemoryGrid = type("InMemoryGrid", (), {})  # the name of Flower's
-    exchanges = Exchanges(ExchangeSettings(), network("chain"), {})
-    try:
-        for told in (False, True):
-            assert (exchanges._why_not_at_once(InMemoryGrid(), 2, simulated=told) == "") == told
-    finally:
-        exchanges.stop()

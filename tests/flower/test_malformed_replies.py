@@ -10,47 +10,39 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Message, RecordDict
 
-from fl_bn.federation.replies import REPLIED, Expected
-from fl_bn.federation.schema import Schema, Spec
 from fl_bn.flower import InProcessGrid
-from fl_bn.flower.wire.codec import LazyArray
-from fl_bn.flower.wire.messaging import Reading, decode
 from fl_bn.methods import METHODS
-from tests.flower.byzantine import OneRound, equal_clients, taken_apart
-from tests.flower.inside import Client, Header, to_records
-from tests.hostile.liars import people
+from tests.flower.byzantine import OneRound
+from tests.hostile.liars import alters, people, sets
 from tests.in_process import client_app, identical, run
-from tests.scripts import script
-
-CLIENTS = 5
 
 
 def test_strangers_second_replies_and_another_header_are_ignored() -> None:
-    one = OneRound("fbn", equal_clients(CLIENTS))
+    one = OneRound("fbn", people())
     expected = one.served().tensors
-    again, other = taken_apart(one.replies[0]), taken_apart(one.replies[1])
-    again.payload["weights"]["9.bias"] += 1
-    other.header["round"] = 9
-    second, stranger = (Message(again.content(), reply_to=one.messages[0]) for _ in range(2))
+    other = alters("weights", lambda name, array: array + 1)
+    second, stranger = (one.spoilt(0, other) for _ in range(2))
     stranger.metadata.__dict__["_src_node_id"] = 999
     with_second = one.combined([stranger, *one.replies, second])
     assert identical(with_second.tensors, expected)
     assert not identical(one.combined([second, *one.replies[1:]]).tensors, expected)  # control: the first one counts
-    late = one.combined([one.replies[0], Message(other.content(), reply_to=one.messages[1]), *one.replies[2:]])
+    late = one.combined([one.replies[0], one.spoilt(1, sets("train", "header", round=9)), *one.replies[2:]])
     assert late.refused[1].startswith("header/round")
 
 
 def test_nothing_a_reply_brings_is_unpickled() -> None:
     """An object array would run code when unpickled: here it would end the test."""
-    one = OneRound("fedbn", equal_clients(CLIENTS))
+    one = OneRound("fedbn", people())
     target = io.BytesIO()
     np.save(target, np.array([Bomb()], dtype=object), allow_pickle=True)
-    reply = taken_apart(one.replies[0])
-    reply.raw["weights", "9.bias"] = Array(dtype="float32", shape=(4,), stype="numpy.ndarray", data=target.getvalue())
-    bomb = Message(reply.content(), reply_to=one.messages[0])
-    assert "weights/9.bias" in one.combined([bomb, *one.replies[1:]]).refused[0]
+    bomb = Array(dtype="float32", shape=(4,), stype="numpy.ndarray", data=target.getvalue())
+
+    def spoil(message: Message, asked: str, content: RecordDict) -> None:
+        content["fl-bn/weights"] = ArrayRecord({**content.array_records["fl-bn/weights"], "9.bias": bomb})
+
+    assert "weights/9.bias" in one.combined([one.spoilt(0, spoil), *one.replies[1:]]).refused[0]
     with pytest.raises(AssertionError):
         np.load(io.BytesIO(target.getvalue()), allow_pickle=True)  # control: it is a bomb
 
@@ -62,62 +54,6 @@ def explode() -> None:
 class Bomb:
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return explode, ()
-
-
-# A reply is decoded once, whatever it holds, and nothing of it stays in memory when it is refused
-
-HEADER = Header("fedavg", "train", 3, "0123")
-CLIENT = Client(index=4, node=7, samples=9)
-NOISE = Array(dtype="float32", shape=(3,), stype="numpy.ndarray", data=b"spam")
-
-
-def reply(content: RecordDict) -> Message:
-    message = Message(content, 7, "train")
-    message.metadata.__dict__.update(_src_node_id=7, _message_id="a")
-    return message
-
-
-def content(header: Header | None = HEADER) -> RecordDict:
-    made = to_records({"weights": {"a": np.ones(3, np.float32), "b": np.ones(2, np.float32)}}, HEADER)
-    if header is None:
-        made["fl-bn/header"] = ConfigRecord({"round": 3})
-    made["fl-bn/metrics"] = MetricRecord({"samples": 9})
-    return made
-
-
-def reading() -> Reading:
-    specs = {name: Spec((size,), "float32") for name, size in (("a", 3), ("b", 2))}
-    return Reading([CLIENT], HEADER, Expected(3, "0123", Schema({"weights": specs}), REPLIED))
-
-
-def test_a_reply_is_passed_on_at_most_four_times_on_each_side() -> None:
-    sides = [side for side, _ in script("benchmarks/walk.py").walked("fedavg").returns]
-    assert 3 <= sides.count("client") <= 3 * 4  # three clients
-    assert 3 <= sides.count("server") <= 3 * 4
-
-
-@pytest.mark.sample("[header", "[nothing")
-@pytest.mark.parametrize("wrong", ["bytes", "header", "dtype", "nothing"])
-def test_a_reply_is_gone_from_memory_once_it_was_read(wrong: str) -> None:
-    made = content(None if wrong == "header" else HEADER)
-    if wrong == "bytes":
-        made["fl-bn/weights"]["b"] = NOISE
-    if wrong == "dtype":
-        made["fl-bn/weights"]["b"] = LazyArray(np.ones(2))
-    arrays = weakref.ref(made["fl-bn/weights"]["a"].array)
-    checks = reading()
-    gc.collect()
-    gc.disable()
-    try:
-        decoded = decode(reply(made))
-        found = checks.parts.pop(checks.read(decoded), None)
-        del made, decoded
-        assert (arrays() is None) == (found is None)
-        assert bool(checks.refused) == (wrong != "nothing")
-        del found
-        assert arrays() is None
-    finally:
-        gc.enable()
 
 
 # How many replies are in memory at once

@@ -9,7 +9,7 @@ import torch
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from fl_bn.flower import FedAvgBN, FedBN, InProcessGrid, OwnAppStrategy
-from fl_bn.methods import METHODS, Refresh, Role
+from fl_bn.methods import METHODS
 from tests.flower.own_apps import CLIENTS, SAMPLES, begin, data, net, own_app, pretrained, ran, tensors
 from tests.in_process import WatchedGrid
 from tests.listed import listed
@@ -20,17 +20,14 @@ def trained(**options: Any) -> Any:
     return ran(FedAvgBN(net(), fraction_evaluate=0), own_app("fedavg", **options))
 
 
-def test_training_metrics_reach_the_result_weighted_and_per_client(log: pytest.LogCaptureFixture) -> None:
-    result = ran(FedAvgBN(net(), fraction_evaluate=0), own_app("fedavg"), rounds=2)
-    for round in (1, 2):
-        metrics = result.train_metrics_clientapp[round]
-        assert metrics["my_acc"] == pytest.approx(0.2)  # of .1, .2 and .3
-        assert metrics["samples"] == CLIENTS * SAMPLES
-        record = result.records[round - 1]
-        assert [record.client_metrics[client]["my_acc"] for client in range(CLIENTS)] == pytest.approx([0.1, 0.2, 0.3])
-        assert record.own_metrics["my_acc"] == pytest.approx(0.2)
-    assert "my_acc 0.2" in log.text
-    assert {d.section for d in result.records[0].disclosures} >= {"own metrics", "metrics", "weights"}
+def test_training_metrics_reach_the_result_weighted_and_per_client() -> None:
+    result = trained()
+    metrics, record = result.train_metrics_clientapp[1], result.records[0]
+    assert metrics["my_acc"] == pytest.approx(0.2)  # of .1, .2 and .3
+    assert metrics["samples"] == CLIENTS * SAMPLES
+    assert [record.client_metrics[client]["my_acc"] for client in range(CLIENTS)] == pytest.approx([0.1, 0.2, 0.3])
+    assert record.own_metrics["my_acc"] == pytest.approx(0.2)
+    assert {d.section for d in record.disclosures} >= {"own metrics", "metrics", "weights"}
 
 
 def test_they_are_weighted_by_the_samples_or_by_the_user_s_key() -> None:
@@ -41,7 +38,6 @@ def test_they_are_weighted_by_the_samples_or_by_the_user_s_key() -> None:
     strategy = FedAvgBN(net(), fraction_evaluate=0, weighted_by_key="mass")
     by_mass = ran(strategy, own_app("fedavg", metrics=metrics)).train_metrics_clientapp[1]
     assert by_mass["height"] == pytest.approx((1 * 1 + 2 * 3) / 4)
-    assert "mass" not in by_mass
 
 
 @listed(
@@ -49,9 +45,7 @@ def test_they_are_weighted_by_the_samples_or_by_the_user_s_key() -> None:
     [
         ({"metrics": lambda loss, i: {"my_acc": float("nan") if i == 1 else 0.5}}, {"my_acc": 0.5}, "client 1's own training metrics"),
         ({"metrics": lambda loss, i: {"per-class": [0.25, 0.75]}}, {}, "train_metrics_aggr_fn"),
-        ({}, {"my_acc": pytest.approx(0.2), "my_f1": 0.5}, ""),
     ],
-    ids=["not a number", "a list", "control"],
 )
 def test_a_metric_that_cannot_count_costs_itself_alone_and_is_named(
     app: Any, left: dict[str, Any], word: str, log: pytest.LogCaptureFixture
@@ -60,19 +54,7 @@ def test_a_metric_that_cannot_count_costs_itself_alone_and_is_named(
     assert len(result.records[0].accepted) == CLIENTS  # the weights of all clients count
     metrics = result.train_metrics_clientapp[1]
     assert {name: value for name, value in metrics.items() if name not in ("loss", "samples")} == left
-    assert metrics["loss"] == pytest.approx(result.records[0].loss)
     assert word in log.text
-    assert word or "not averaged" not in log.text
-
-
-@listed(
-    ("samples", "mean"),
-    [([5, 0, 0], 0.1), ([0, 5, 5], 0.25), ([5, 5, 100], (0.1 * 5 + 0.2 * 5 + 0.3 * 100) / 110), ([0, 0, 0], None)],
-)
-def test_clients_without_test_samples_leave_the_mean_to_the_others(samples: list[int], mean: float | None) -> None:
-    app = own_app("fedavg", evaluated=lambda loss, client: {"num-examples": samples[client], "my_acc": 0.1 * (client + 1)})
-    metrics = ran(FedAvgBN(net()), app).evaluate_metrics_clientapp
-    assert metrics[1]["my_acc"] == pytest.approx(mean) if mean else not metrics
 
 
 def test_functions_of_one_s_own_combine_the_metrics_that_count() -> None:
@@ -114,13 +96,8 @@ def central(name: str, grid: Any = None, **options: Any) -> tuple[Seen, Any]:
     return seen, strategy.start(over, num_rounds=2, evaluate_fn=evaluate, **options)
 
 
-MADE = {name: make() for name, make in METHODS.items()}
-GLOBAL = [name for name, one in MADE.items() if one.needs_batch_norm and one.has_statistics and one.shares(Role.WEIGHT)]
-
-
-@listed("name", [name for name in GLOBAL if MADE[name].refresh is not Refresh.EXACT])  # whose counters do not count
-def test_the_arrays_load_into_the_user_s_network(name: str) -> None:
-    seen, result = central(name, initial_arrays=begin())
+def test_the_arrays_load_into_the_user_s_network() -> None:
+    seen, result = central("fbn", initial_arrays=begin())
     assert set(seen) == set(result.evaluate_metrics_serverapp) == {0, 1, 2}
     start = pretrained().state_dict()  # round 0 is of the arrays that the run starts with
     assert all(torch.equal(tensor, start[key]) for key, tensor in seen[0].items() if not key.endswith("tracked"))
@@ -128,8 +105,7 @@ def test_the_arrays_load_into_the_user_s_network(name: str) -> None:
     assert not torch.equal(seen[2]["1.running_mean"], seen[0]["1.running_mean"])
     assert int(seen[2]["1.num_batches_tracked"]) == 4  # two rounds of two batches
     assert result.records[-1].evaluation["my_server_acc"] == result.evaluate_metrics_serverapp[2]["my_server_acc"]
-    if not any(MADE[name].keeps(role) for role in Role):
-        net(3).load_state_dict(result.arrays.to_torch_state_dict(), strict=True)  # as Flower's quickstart ends
+    net(3).load_state_dict(result.arrays.to_torch_state_dict(), strict=True)  # as Flower's quickstart ends
 
 
 def test_batch_norm_that_stays_at_home_is_the_clients_average() -> None:

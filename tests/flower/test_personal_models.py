@@ -50,23 +50,6 @@ def test_clients_with_models_of_their_own_evaluate_and_save_what_they_made_and_t
         assert identical({k: saved[k].numpy() for k in kept}, kept)
 
 
-def test_a_client_that_failed_keeps_what_it_had(clients: list[Samples]) -> None:
-    method = METHODS["hbn"]()
-
-    def after(rounds: int, when: str) -> dict[str, np.ndarray]:
-        def disturb(client: int, what: str) -> None:
-            if client == 1 and what == when:
-                raise OSError("the disk is full")
-
-        return state(run(method, clients, rounds, grid=WatchedGrid(client_app(method, clients, disturb=disturb), 3)), 1, "local")
-
-    assert identical(after(2, "train 2"), after(1, ""))
-    assert not identical(after(2, ""), after(1, ""))  # control
-
-
-# SCAFFOLD's control variates: the server's is the mean of the clients', also after replies were lost
-
-
 # What clients tell of the BatchNorm that they keep
 
 RUN: dict[str, Any] = {

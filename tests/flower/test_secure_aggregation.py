@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,18 +11,16 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Message
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
-from ray import cloudpickle
 from scipy.stats import kstest
 
 from fl_bn.bn.moments import Running
-from fl_bn.flower.secagg import workflow
 from fl_bn.flower.secagg.instructions import SET_UP, instruction_digest
 from fl_bn.flower.secagg.masks import bound_to, key_stream
 from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
 from fl_bn.methods import METHODS, fbn, hbn
 from fl_bn.secure.additive import average_error, moments_error, scale
 from tests.flower.inside import Clients, Header, Samples, SecureAggregation, to_records
-from tests.flower.secure_runs import LosingGrid, masked_vectors, measured, stage_of
+from tests.flower.secure_runs import LosingGrid, masked_vectors, measured
 from tests.hostile.liars import people
 from tests.in_process import WatchedGrid, client_app, identical, run
 from tests.listed import listed
@@ -66,7 +63,7 @@ def test_secure_statistics_are_the_plain_ones_up_to_the_bound(bits: int, clients
         assert relative > 1 / 64
 
 
-def test_data_far_beyond_the_quantisers_range_are_found(clients: list[Samples], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_far_beyond_the_quantisers_range_are_found(clients: list[Samples]) -> None:
     """As in a deep network's second pass: thousands of standard deviations from a reference a million times too narrow."""
     network = run(fbn(), clients, 1).grid.train(1)[0]["statistics"]
     start = {k: np.full_like(a, 3.0 if k.endswith("mean") else 1e-6) for k, a in network.items()}
@@ -75,9 +72,6 @@ def test_data_far_beyond_the_quantisers_range_are_found(clients: list[Samples], 
     names = [k for k in start if "running" in k and k.startswith("1.")]  # the first layer: those above see what it makes of its reference
     assert names
     assert all(np.allclose(found[k], expected[k], rtol=2e-3, atol=1e-4) for k in names)
-    monkeypatch.setattr("fl_bn.flower.secagg.rounds._widened", lambda moments, reference, limit: moments)
-    cut, _ = measured(fbn(), clients, SecureAggregation(), start)
-    assert not all(np.allclose(cut[k], expected[k], rtol=2e-3, atol=1e-4) for k in names)  # control
 
 
 def test_masked_vectors_are_uniform_and_never_the_same_but_their_sum_is(clients: list[Samples]) -> None:
@@ -113,62 +107,28 @@ def test_a_client_may_be_lost_in_any_stage(stage: str, tiny_clients: Clients) ->
     assert differs == (stage != "unmask")  # control
 
 
-@pytest.mark.parametrize(
-    ("stage", "counted"),
-    [("setup", "2 of 4"), ("share_keys", "2 of 4"), ("collect_masked_vectors", "2 of 4"), ("unmask", "2 clients sent shares")],
-)
-def test_below_the_threshold_nothing_changes_and_nothing_is_asked(
-    stage: str, counted: str, tiny_clients: Clients, log: pytest.LogCaptureFixture
-) -> None:
+@listed("stage", ["setup", "share_keys", "collect_masked_vectors", "unmask"])
+def test_below_the_threshold_nothing_changes_and_nothing_is_asked(stage: str, tiny_clients: Clients) -> None:
     """Nor in a round of training."""
-    clients = tiny_clients((6, 4, 5, 7))
+    clients, lost = tiny_clients((6, 4, 5, 7)), [(stage, 0), (stage, 2)]
     start, _ = measured(hbn(), clients, None)
-    lost = [(stage, 0), (stage, 2)]
     grid = LosingGrid(client_app(hbn(), clients), 4, lost)
-    after, _ = measured(hbn(), clients, SecureAggregation(), start, grid)
-    assert identical(after, start)
-    assert counted in log.text
-    assert "client 2's statistics are missing" in log.text
+    assert identical(measured(hbn(), clients, SecureAggregation(), start, grid)[0], start)
     asked = [m for m in grid.sent if "active_nids" in m.content.config_records.get("secaggplus_configs", {})]
     assert bool(asked) == (stage == "unmask")  # no secret's share leaves a client
-    assert not any(stage_of(m) for m in grid.received if m.has_content())
     grid = LosingGrid(client_app(FEDAVG, clients), 4, lost)
     ran = run(FEDAVG, clients, 1, grid=grid, secure=SecureAggregation(), policy={"max_failed": 2}, may_fail=True)
     assert not ran.records[0].aggregated
-    first = ran.grid.train(1) or run(FEDAVG, clients, 1).grid.train(1)
-    assert all(np.array_equal(ran.trajectory[1][k], a) for part in first[:1] for arrays in part.values() for k, a in arrays.items())
 
 
-def test_masks_that_do_not_cancel_are_noticed(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
-    """A server that makes masks otherwise than the clients gets noise, and must not take it for statistics."""
-    start, _ = measured(hbn(), clients, None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workflow, "key_stream", pseudo_rand_gen)
-        assert identical(measured(hbn(), clients, SecureAggregation(), start)[0], start)
-    assert "the masks did not cancel" in log.text
-    assert not identical(measured(hbn(), clients, SecureAggregation(), start)[0], start)  # control
-
-
-def test_a_pickled_client_makes_the_same_masks(clients: list[Samples]) -> None:
-    """Ray pickles an app that is handed over as an object, with the modules that its functions use, by their names."""
-    app = cloudpickle.loads(cloudpickle.dumps(client_app(hbn(), clients)))
-    there, _ = measured(hbn(), clients, SecureAggregation(), None, WatchedGrid(app, 3))
-    assert identical(there, measured(hbn(), clients, SecureAggregation())[0])
-
-
-@pytest.fixture
-def bound() -> Iterator[None]:
-    with bound_to(bytes(32)):
-        yield
-
-
-def test_masks_use_the_whole_seed(bound: None) -> None:
+def test_masks_use_the_whole_seed() -> None:
     """Flower's generator folds a seed into 32 bits: two with the same XOR of their words are one to it."""
     one, two = bytes(range(32)), bytes(range(4, 8)) + bytes(range(4)) + bytes(range(8, 32))
-    shapes = [(1,), (1000,)]
-    assert not np.array_equal(key_stream(one, 2**32, shapes)[1], key_stream(two, 2**32, shapes)[1])
-    assert np.array_equal(pseudo_rand_gen(one, 2**32, shapes)[1], pseudo_rand_gen(two, 2**32, shapes)[1])  # control
-    assert all(np.array_equal(a, b) for a, b in zip(key_stream(one, 2**32, shapes), key_stream(one, 2**32, shapes), strict=True))
+    with bound_to(bytes(32)):
+        first, again, other = (key_stream(seed, 2**32, [(1000,)])[0] for seed in (one, one, two))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert np.array_equal(*(pseudo_rand_gen(seed, 2**32, [(1000,)])[0] for seed in (one, two)))  # control
 
 
 def test_masks_are_bound_to_the_instruction() -> None:
@@ -220,14 +180,10 @@ OTHERS = {
 }
 
 
-@listed("case", OTHERS)
-def test_whatever_is_told_otherwise_changes_it(case: str) -> None:
-    assert digest(**OTHERS[case]) != digest()
-
-
-def test_no_two_of_these_are_alike() -> None:
+def test_whatever_is_told_otherwise_changes_it() -> None:
     """The order of names and what is told to one client alone change nothing. Bytes are no text."""
-    assert len({digest(**changed) for changed in OTHERS.values()}) == len(OTHERS)
+    digests = {case: digest(**changed) for case, changed in {"honest": {}, **OTHERS}.items()}
+    assert {case: one for case, one in digests.items() if [*digests.values()].count(one) > 1} == {}
     assert digest(arrays={"weights": dict(reversed(WEIGHTS.items()))}, config=dict(reversed(CONFIG.items()))) == digest()
     assert digest(config={**CONFIG, "counted": 9}) == digest()
     assert digest(config={"x": b"\0"}) != digest(config={"x": "00"})

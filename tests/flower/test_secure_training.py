@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from fl_bn.flower import BatchNormStrategy, Rounds
-from fl_bn.methods import METHODS, Method, Role, attacked
-from fl_bn.secure.privacy import Accountant, Privacy, epsilon
+from fl_bn.methods import METHODS, Method, Role
+from fl_bn.secure.privacy import Privacy, epsilon
 from tests.flower.inside import Clients, Defence, LocalTraining, Samples, SecureAggregation
 from tests.flower.secure_runs import masked_vectors
-from tests.in_process import Run, identical, run
+from tests.in_process import Run, run
 from tests.listed import common_first, listed
 from tests.networks import seeded_network
 
@@ -79,13 +79,6 @@ def test_what_a_client_keeps_survives_the_protocol_and_its_keys_do_not(clients: 
     assert any("kept" in m.content["fl-bn/metrics"] for m in plain.grid.received if "fl-bn/metrics" in m.content)  # control
 
 
-def test_a_client_too_small_to_train_is_left_out_before_keys_are_shared(tiny_clients: Clients) -> None:
-    few = tiny_clients((6, 1, 5, 7))
-    plain, secure = (run(METHODS["fedavg"](), few, 1, secure=s) for s in (None, SecureAggregation(quantization_range=24)))
-    assert [c.client for c in secure.records[0].clients if c.refused] == [1]
-    assert off(plain, secure, 1) < 1e-4
-
-
 def test_diverged_training_sends_nothing(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
     explode = {"rate": lambda round, rounds: 1e30}
     ran = run(METHODS["gn"](), clients, 1, policy=explode, secure=SecureAggregation(), may_fail=True)
@@ -97,10 +90,8 @@ def test_diverged_training_sends_nothing(clients: list[Samples], log: pytest.Log
 @listed(
     ("change", "said"),
     [
-        ({"clients": 2}, "3 clients"),
         ({"clients": 10, "fraction": 0.2}, "3 clients in a sum, but got 2"),
         ({"defence": Defence(1, "median", "median")}, "defence"),
-        ({"method": attacked(METHODS["fbn"](), "sign-flip", 1)}, "defence"),
         ({"method": METHODS["fedtan"]()}, "layer by layer"),
         ({"clients": 64, "secure": SecureAggregation(quantization_range=26)}, "secagg-quantization-range to 25"),
         ({"secure": SecureAggregation(threshold=2)}, "5 shares"),
@@ -139,29 +130,18 @@ UNIFORM = {"client_weights": "uniform", "calibrate": 2}
 
 
 @pytest.mark.parametrize(
-    ("method", "spent"),
+    ("method", "releases"),
     [
-        ("gn", [1]),  # the updates alone
-        ("fbn", [1, 1, 2]),  # two calibrations, of statistics alone; updates and statistics
-        ("hbn", [1, 1, 2, 1]),  # and an exchange before the evaluation
-        ("static-bn", [1, 1, 1, *[1] * 2]),  # statistics before the evaluation alone, an exchange per layer
+        ("gn", 1),  # the updates alone
+        ("fbn", 4),  # two calibrations, of statistics alone; updates and statistics
+        ("hbn", 5),  # and an exchange before the evaluation
+        ("static-bn", 5),  # statistics before the evaluation alone, an exchange per layer
     ],
 )
-def test_what_counts_as_a_release(method: str, spent: list[int], clients: list[Samples], monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[int] = []
-    monkeypatch.setattr(Accountant, "spend", lambda self, releases: counted.append(releases))
+def test_what_counts_as_a_release(method: str, releases: int, clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
     run(METHODS[method](), clients, 1, policy=UNIFORM, secure=SecureAggregation(privacy=PRIVACY))
-    assert counted == spent
-
-
-@pytest.mark.slow
-def test_privacy_is_accounted_and_its_noise_is_not_the_seed_s(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
-    secure = SecureAggregation(privacy=PRIVACY)
-    one, two = (run(METHODS["fbn"](), clients, 2, policy=UNIFORM, secure=secure) for _ in range(2))
-    assert f"epsilon {epsilon(6, 0.01, 1e-5):.3g} at delta 1e-05" in log.text  # 2 calibrations, 2 rounds of 2
-    assert not identical(one.trajectory[2], two.trajectory[2])
-    assert all(np.isnan(record.loss) for record in one.records)
-    assert "diverged" not in log.text
+    *_, said = (line for line in log.messages if "epsilon" in line)
+    assert f"epsilon {epsilon(releases, 0.01, 1e-5):.3g} at delta 1e-05" in said
 
 
 @pytest.mark.parametrize("privacy", [None, PRIVACY], ids=["exact", "noisy"])

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from fl_bn.federation.optimizers import server_optimizer
-from fl_bn.federation.record import watch
 from fl_bn.flower import BatchNormStrategy, Rounds, RunFailed
 from fl_bn.methods import METHODS
 from fl_bn.secure.settings import SecureAggregation
-from tests.flower.inside import ClientRecord, Clients, LocalTraining, RoundRecord, Samples
+from tests.flower.inside import Clients, LocalTraining, RoundRecord, Samples
 from tests.in_process import FULL_BATCH, WatchedGrid, client_app, identical, run
 from tests.kept import Kept
-from tests.listed import listed
 from tests.networks import seeded_network
 
 FBN = METHODS["fbn"]()
@@ -87,10 +84,3 @@ def test_statistics_of_bfloat16_activations_are_summed_in_float32(name: str, cli
     for key in (key for key in a if "running" in key):
         assert not np.array_equal(a[key], b[key]) or method.measures_first  # before training, in float32
         assert np.allclose(a[key], b[key], rtol=4e-3, atol=2e-3), key
-
-
-@listed(("loss", "warned"), [(0.5, ""), (math.nan, "round.reply"), (math.inf, "diverged")])  # nan: nobody may have told it
-def test_a_diverged_loss_is_warned_about(loss: float, warned: str) -> None:
-    said = list(watch(RoundRecord(2, "train", 0.05, [ClientRecord(0, 10, 2, loss)], aggregated=True)))
-    assert len(said) == bool(warned)
-    assert not said or warned in said[0]
