@@ -6,6 +6,7 @@ import importlib
 import logging
 import re
 import shutil
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -46,6 +47,14 @@ class Ran:
     grid: WatchedGrid
     log: list[str] = field(default_factory=list)
     result: Any = None
+
+
+def lines_changed(app: Path) -> tuple[int, int]:
+    """Return how many lines the conversion adds and takes away, without empty ones."""
+    words = ["git", "diff", "--no-index", "-w", "--unified=0", "--no-color", "before", "after"]
+    found = subprocess.run(words, cwd=app, capture_output=True, text=True, check=False).stdout.splitlines()
+    changed = [line[0] for line in found if line[:1] in ("+", "-") and line[:3] not in ("+++", "---") and line[1:].strip()]
+    return changed.count("+"), changed.count("-")
 
 
 def settings(folder: Path) -> dict[str, Any]:

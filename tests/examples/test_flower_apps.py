@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.examples.flower_apps import APPS, CLIENTS, METHOD, NAMES, Ran, run, with_method
+from tests.examples.flower_apps import APPS, CLIENTS, METHOD, NAMES, Ran, lines_changed, run, with_method
 from tests.listed import listed
 
 Runs = Callable[..., Ran]
@@ -69,20 +69,12 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 OWN_START = "advanced-pytorch"  # its loop over Flower's hooks becomes hooks that ``start`` calls
 
 
-def changed(name: str) -> list[str]:
-    """The lines that the conversion takes away (``-``) or adds (``+``), without empty ones."""
-    words = ["git", "diff", "--no-index", "-w", "--unified=0", "--no-color", "before", "after"]
-    found = subprocess.run(words, cwd=APPS / name, capture_output=True, text=True, check=False).stdout.splitlines()
-    return [line for line in found if line[:1] in ("+", "-") and line[:3] not in ("+++", "---") and line[1:].strip()]
-
-
 @listed("name", NAMES)
 def test_few_lines_change_and_the_page_has_them(name: str) -> None:
-    lines, page = changed(name), PAGE.read_text()
-    added, removed = (sum(line[0] == sign for line in lines) for sign in "+-")
+    added, removed = lines_changed(APPS / name)
     assert 0 < added <= (32 if name == OWN_START else 10)
     assert removed <= (36 if name == OWN_START else 12)
-    assert re.search(rf"(?m)^\| \[`{name}`\].* \[`{METHOD[name]}`\].* \| {added} \| {removed} \|$", page)
+    assert re.search(rf"(?m)^\| \[`{name}`\].* \[`{METHOD[name]}`\].* \| {added} \| {removed} \|$", PAGE.read_text())
 
 
 # Before and after

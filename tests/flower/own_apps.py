@@ -12,15 +12,13 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_bn import flower, set_buffer_roles
-from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, evaluating, replayed, training
+from fl_bn import set_buffer_roles
+from fl_bn.flower import InProcessGrid, answer, evaluating, replayed, training
 from fl_bn.methods import METHODS, Method
 from fl_bn.objectives import PLAIN, Objective
 
 CLIENTS, SAMPLES = 3, 16
 Batch = tuple[Tensor, Tensor]
-OWN: dict[str, type[OwnAppStrategy]] = {kind.of: kind for name in flower.__all__ if hasattr(kind := getattr(flower, name), "of")}
-"""The strategies that have a method, by its name."""
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -77,7 +75,7 @@ def epoch(round: Any, batches: Any, rate: float) -> float:
         loss = F.cross_entropy(round.model(x), y)
         loss.backward()
         optimizer.step()
-    return loss.item() if len(batches) else 0.0
+    return loss.item()
 
 
 def with_objective(round: Any, batches: Any, rate: float) -> float:
@@ -90,24 +88,16 @@ def with_objective(round: Any, batches: Any, rate: float) -> float:
     return loss.item()
 
 
-def lr(message: Message) -> float:
-    """Return the learning rate that the user's config names."""
-    return float(message.content["config"]["lr"])
-
-
 def own_app(
     method: str | Method = "fixbn",
     *,
-    batches: Callable[[int], Any] = data,
     loop: Callable[[Any, Any, float], float] = epoch,
     before: Callable[[Message, Context], Any] = lambda message, context: None,
     after: Callable[[Message, Context, Message], Any] = lambda message, context, reply: None,
     metrics: Callable[[float, int], dict[str, Any]] = metrics_of,
     evaluated: Callable[[float, int], dict[str, Any]] = evaluation_of,
-    record: str = "metrics",
     rate: Callable[[Message], float] = lambda message: 0.1,
     says: Callable[[float, int], float | None] = lambda loss, round: loss,
-    samples: Callable[[int], int] = lambda client: SAMPLES,
     model: Callable[[], nn.Module] = net,
     objective: Objective = PLAIN,
     mods: tuple[list[Any], list[Any], list[Any]] = ([], [], []),
@@ -120,22 +110,20 @@ def own_app(
         after: The user's own code after training, which also gets the reply.
         metrics: Makes the metrics of a reply from the loss and the client.
         evaluated: Makes the metrics of an evaluation.
-        record: The name of the record with the evaluation's metrics.
         says: Returns the loss that a client reports, from its true loss and the round.
-        samples: Returns the number of samples that a client reports.
         mods: The mods of the app, of training and of evaluation.
         answers: Further arguments of ``answer``.
     """
     app, chosen = ClientApp(mods=mods[0]), METHODS[method]() if isinstance(method, str) else method
-    answer(app, model, chosen, lambda context: batches(client_of(context)), **answers)
+    answer(app, model, chosen, lambda context: data(client_of(context)), **answers)
 
     @app.train(mods=[replayed, *mods[1]])
     def train(message: Message, context: Context) -> Message:
         client = client_of(context)
         before(message, context)
-        with training(message, context, model(), chosen, batches(client), objective=objective) as round:
-            loss = loop(round, batches(client), rate(message))
-        reply = round.message(samples(client), says(loss, round.number), metrics(loss, client))
+        with training(message, context, model(), chosen, data(client), objective=objective) as round:
+            loss = loop(round, data(client), rate(message))
+        reply = round.message(SAMPLES, says(loss, round.number), metrics(loss, client))
         after(message, context, reply)
         return reply
 
@@ -144,8 +132,8 @@ def own_app(
         client, tested = client_of(context), evaluating(message, context, model(), chosen)
         before(message, context)
         with torch.no_grad():
-            loss = sum(F.cross_entropy(tested(x), y).item() for x, y in batches(client))
-        return Message(RecordDict({record: MetricRecord(evaluated(loss, client))}), reply_to=message)
+            loss = sum(F.cross_entropy(tested(x), y).item() for x, y in data(client))
+        return Message(RecordDict({"metrics": MetricRecord(evaluated(loss, client))}), reply_to=message)
 
     return app
 

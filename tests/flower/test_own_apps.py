@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ConfigRecord
+from flwr.serverapp.strategy import FedAvg
 
 from fl_bn import Federation, methods
 from fl_bn.flower import FBN, HBN, FedAvgBN, FedBN, OwnAppStrategy, RunFailed
 from fl_bn.methods import METHODS
 from fl_bn.objectives import PLAIN, FedProx, FedSAM, Objective, Scaffold
 from tests.flower import own_apps as apps
-from tests.flower.own_apps import CLIENTS, SAMPLES, data, epoch, equal, net, own_app, ran, refused, with_objective
+from tests.flower.own_apps import CLIENTS, SAMPLES, begin, data, epoch, equal, grid, net, own_app, ran, refused, with_objective
 from tests.in_process import WatchedGrid
 from tests.listed import listed
 
@@ -41,6 +42,11 @@ def test_another_objective_at_the_clients_is_refused_by_name(server: Objective, 
     strategy = FedAvgBN(net(), objective=server)
     word = "control variates" if server is PLAIN else type(server).__name__
     refused(lambda: ran(strategy, own_app("fedavg", loop=with_objective, objective=client)), RunFailed, word)
+
+
+def test_a_strategy_of_flower_s_own_is_named_at_the_clients(log: pytest.LogCaptureFixture) -> None:
+    FedAvg(fraction_evaluate=0.0).start(grid("fedbn"), begin(), num_rounds=1)
+    assert "use a strategy of fl_bn.flower in server_app.py" in log.text
 
 
 def test_hbn_tracks_more_slowly_where_a_part_of_the_clients_trains(log: pytest.LogCaptureFixture) -> None:
@@ -105,9 +111,9 @@ def test_the_user_s_config_comes_through_untouched() -> None:
 
 @listed(("fraction", "least", "number"), [(0.5, 1, 2), (0.5, 3, 3), (0.1, 0, 0), (0.34, 0, 1), (1.0, 9, 3), (0.0, 2, 0)])
 def test_any_share_of_the_clients_evaluates(fraction: float, least: int, number: int) -> None:
-    grid = WatchedGrid(own_app("fedavg"), CLIENTS)
-    result = FedAvgBN(net(), fraction_evaluate=fraction, min_evaluate_nodes=least).start(grid, num_rounds=4)
-    asked = [(m.metadata.group_id, m.metadata.dst_node_id) for m in grid.sent if m.metadata.message_type == "evaluate"]
+    over = WatchedGrid(own_app("fedavg"), CLIENTS)
+    result = FedAvgBN(net(), fraction_evaluate=fraction, min_evaluate_nodes=least).start(over, num_rounds=4)
+    asked = [(m.metadata.group_id, m.metadata.dst_node_id) for m in over.sent if m.metadata.message_type == "evaluate"]
     by_round = [frozenset(node for round, node in asked if round == str(n)) for n in range(1, 5)]
     assert [len(nodes) for nodes in by_round] == [number] * 4
     assert set(result.evaluate_metrics_clientapp) == (set(range(1, 5)) if number else set())

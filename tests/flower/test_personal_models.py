@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +11,11 @@ from safetensors.torch import load_file
 
 from fl_bn import convert
 from fl_bn.data.dataset import to_input
-from fl_bn.flower import run_in_process
 from fl_bn.methods import METHODS, Role
-from tests.in_process import Run, Samples, WatchedGrid, arrays_of, client_app, identical, run
+from tests.in_process import Samples, WatchedGrid, arrays_of, client_app, identical, run
+from tests.integration.runs import tiny
 from tests.listed import listed
 from tests.networks import seeded_network
-
-
-def state(ran: Run, client: int, section: str) -> dict[str, np.ndarray]:
-    return arrays_of(ran.grid.states()[client].array_records[f"fl-bn/{section}"])
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name]().personal and METHODS[name]().shares(Role.WEIGHT)])
@@ -46,30 +41,15 @@ def test_clients_with_models_of_their_own_evaluate_and_save_what_they_made_and_t
         with torch.no_grad():
             predicted = model.eval()(to_input(clients[client].x, torch.float32)).argmax(1)
         assert float((predicted == clients[client].y).double().mean()) == pytest.approx(accuracy[client])
-        kept = state(ran, client, "local")
+        kept = arrays_of(grid.states()[client].array_records["fl-bn/local"])
         assert identical({k: saved[k].numpy() for k in kept}, kept)
-
-
-# What clients tell of the BatchNorm that they keep
-
-RUN: dict[str, Any] = {
-    "model": "mlp", "setup": "experiments.papers:Papers",
-    "dataset": "digits-plain", "shifts": "none,invert,contrast", "partition": "domain", "clients": 3, "rounds": 2,
-    "local-steps": 2, "evaluate-every": 2, "pictures": False,
-}  # fmt: skip
-
-
-def made(folder: Path, **values: Any) -> Path:
-    path = run_in_process({**RUN, "output": str(folder), **{k.replace("_", "-"): v for k, v in values.items()}})
-    assert path is not None
-    return path
 
 
 @listed(("method", "keys"), [("fedbn", {"weight", "bias", "running_mean", "running_var"}), ("silobn", {"running_mean", "running_var"})])
 def test_the_average_for_an_unseen_client_is_told_where_the_run_says_so_and_changes_nothing(
     method: str, keys: set[str], tmp_path: Path
 ) -> None:
-    run, plain = made(tmp_path / "told", method=method, unseen_client=True), made(tmp_path / "plain", method=method)
+    run, plain = tiny(tmp_path / "told", method, **{"unseen-client": True}), tiny(tmp_path / "plain", method)
     told, own = load_file(run / "unseen-client.safetensors"), [load_file(p) for p in sorted((run / "clients").iterdir())]
     assert len(own) == 3
     assert {name.rpartition(".")[2] for name in told} == keys

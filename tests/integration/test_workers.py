@@ -18,7 +18,6 @@ from fl_bn.flower import run_in_process
 from fl_bn.support.wire import WireError
 from tests.integration import tasks
 from tests.integration.runs import TINY, own
-from tests.refusals import naming
 
 
 def run(folder: Path, method: str, workers: int, **keys: object) -> Path:
@@ -82,37 +81,12 @@ def test_a_worker_that_dies_fails_its_own_task_alone(tmp_path: Path) -> None:
     assert again[0].value == 2
 
 
-def test_a_result_comes_while_later_tasks_still_run_and_may_be_the_last_that_is_taken() -> None:
-    workers = Workers(2)
-    list(workers.run(tasks.double, [(1,), (2,)]))  # the processes are there
-    begin = time.monotonic()
-    first = next(results := workers.run(tasks.slept, [(0.01,), (8.0,), (8.0,)]))
-    assert (first.value, time.monotonic() - begin < 5) == (0.01, True)
-    results.close()
-    workers.close()
-    assert [d.value for d in workers.run(tasks.double, [(1,), (2,)])] == [2, 4]
-    assert time.monotonic() - begin < 15
-    workers.close()
-
-
 def test_workers_see_large_arrays_once_and_cannot_change_them() -> None:
     big = np.ones((600, 600))
     workers = Workers(2)
     done = list(workers.run(tasks.kind_of, [(big,), (big,)]))
     workers.close()
     assert [d.value for d in done] == [("memmap", False)] * 2
-
-
-def test_a_module_that_cannot_be_loaded_stops_no_task() -> None:
-    workers = Workers(2)
-    workers.load("no_such_module")
-    assert [d.value for d in workers.run(tasks.double, [(1,), (2,)])] == [2, 4]
-    workers.close()
-
-
-def test_a_negative_number_is_refused() -> None:
-    with naming("workers"):
-        Workers(-1)
 
 
 STARTED = """
