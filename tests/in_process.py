@@ -41,6 +41,7 @@ def client_app(
     *,
     model: nn.Module | None = None,
     folder: Path | None = None,
+    state: Path | None = None,
     disturb: Callable[[int, str], None] = lambda client, kind: None,
     counted: int = 0,
     tells: bool = False,
@@ -48,7 +49,7 @@ def client_app(
     """Make the ClientApp of ``clients``, by default with a small CNN.
 
     ``disturb`` is called before a client computes, with its index and a text such as ``train 1``; it may raise. ``counted``: how many
-    clients there are according to each client's config. ``tells``: clients send the BatchNorm layers that they keep.
+    clients there are according to each client's config. ``state``: the folder for what clients keep, their state-dir. ``tells``: clients send the BatchNorm layers that they keep.
     """
     converted = convert(model or seeded_network("cnn"), method)
 
@@ -59,7 +60,7 @@ def client_app(
 
     def build(context: Context) -> BatchNormClient:
         index = int(context.node_config["partition-id"])
-        site = Site(index, counted or len(clients), clients[index], clients[index], CPU, folder, (len(clients[index]),))
+        site = Site(index, counted or len(clients), clients[index], clients[index], CPU, folder, (len(clients[index]),), state=state)
         return Disturbed(converted, method, settings, site, context.state, tells=tells)
 
     return make_client_app(build)

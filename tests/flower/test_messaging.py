@@ -15,7 +15,6 @@ from fl_bn.flower.wire import messaging as module
 from fl_bn.flower.wire.messaging import DIED, LOOK, POLL, receive
 from fl_bn.methods import METHODS, Method
 from tests.flower.inside import RoundRecord, Samples
-from tests.flower.test_recovery import with_files
 from tests.hostile.recorded import Liar
 from tests.in_process import WatchedGrid, a_tenth, client_app, identical, run
 from tests.kept import Kept
@@ -86,8 +85,8 @@ class SlowGrid(ByteGrid):
         return [self.due.pop(identity)[1] for identity in ready]
 
 
-def grid_of(clients: list[Samples], method: Method = FBN) -> WatchedGrid:
-    return WatchedGrid(client_app(method, clients), len(clients))
+def grid_of(clients: list[Samples]) -> WatchedGrid:
+    return WatchedGrid(client_app(FBN, clients), len(clients))
 
 
 def sources(grid: SlowGrid, timeout: float) -> list[int]:
@@ -154,7 +153,7 @@ def test_a_run_whose_nodes_die_and_come_back_is_the_same_to_the_bit(
 ) -> None:
     """Each client has even trained when it is lost: what it kept of that round must not be what it starts from again."""
     method, begin = METHODS[name](), clock.now
-    grid = SlowGrid(with_files(method, clients, tmp_path) if files else grid_of(clients, method), clock)
+    grid = SlowGrid(WatchedGrid(client_app(method, clients, state=tmp_path if files else None), 3), clock)
     grid.dies, grid.away = {2: 2, 3: 1}, lambda node: node == 3 and begin < clock.now < begin + 20
     records, arrays = played(grid, method, retry=30.0)
     plain = run(method, clients, 3)

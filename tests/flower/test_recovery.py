@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,30 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context
 from torch import nn
 
-from fl_bn import convert
 from fl_bn.federation.checkpoint import generators, set_generators
-from fl_bn.flower import BatchNormClient, BatchNormStrategy, Rounds, RunFailed, Site, make_client_app
+from fl_bn.flower import BatchNormStrategy, Rounds, RunFailed
 from fl_bn.methods import METHODS, Method
 from tests.flower.inside import Checkpoint, RunId, Samples
-from tests.in_process import CPU, TWO_STEPS, WatchedGrid, a_tenth, client_app
+from tests.in_process import WatchedGrid, a_tenth, client_app
 from tests.networks import seeded_network
 
 FBN, FEDBN = METHODS["fbn"](), METHODS["fedbn"]()
-
-
-def with_files(method: Method, clients: Sequence[Samples], folder: Path) -> WatchedGrid:
-    """Clients that keep what they keep in files, as they do with a state-dir."""
-    converted = convert(seeded_network("cnn"), method)
-
-    def build(context: Context) -> BatchNormClient:
-        index = int(context.node_config["partition-id"])
-        site = Site(index, len(clients), clients[index], clients[index], CPU, state=folder)
-        return BatchNormClient(converted, method, TWO_STEPS, site, context.state)
-
-    return WatchedGrid(make_client_app(build), len(clients))
 
 
 def ran(
@@ -109,7 +94,7 @@ def test_a_checkpoint_of_another_model_or_of_a_later_round_is_refused_by_name(cl
 def test_a_client_that_lost_what_it_kept_is_named(
     kept: str, lost: str, clients: list[Samples], tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
-    grid = with_files(FEDBN, clients, tmp_path) if kept == "files" else WatchedGrid(client_app(FEDBN, clients), 3)
+    grid = WatchedGrid(client_app(FEDBN, clients, state=tmp_path if kept == "files" else None), 3)
 
     def lose(round: int, rounds: int) -> float:
         if round == 4:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import runpy
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -146,11 +144,3 @@ def test_of_a_site_that_left_in_the_midst_of_its_reply_the_server_is_told(tmp_pa
     time.sleep(0.01)
     (reason,) = asked.reply()
     assert "Node Unavailable" in reason
-
-
-@pytest.mark.slow
-def test_it_is_flowers_own_program_otherwise() -> None:
-    help_of = [[sys.executable, "-P", str(SCRIPT)], [str(Path(sys.executable).with_name("flower-superlink"))]]
-    ours, theirs = (subprocess.run([*argv, "--help"], capture_output=True, text=True, check=True).stdout for argv in help_of)
-    assert "--enable-supernode-auth" in ours
-    assert ours.split()[2:] == theirs.split()[2:]

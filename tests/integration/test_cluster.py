@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,12 +64,6 @@ def environment(machines: Machines, tmp_path: Path) -> dict[str, str]:
 
 def lines(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
-
-
-def test_the_federation_cluster_connects_and_starts_nothing() -> None:
-    federations = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["federations"]
-    assert federations["cluster"]["options"]["backend"]["init-args"] == {"address": "auto"}
-    assert "init-args" not in federations["local-simulation"]["options"]["backend"]  # control
 
 
 def test_a_run_over_two_nodes_gives_the_bits_of_one_in_process_also_when_one_is_killed(
