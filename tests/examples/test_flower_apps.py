@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,13 @@ import pytest
 import torch
 
 from tests.examples.flower_apps import APPS, CLIENTS, METHOD, NAMES, Ran, lines_changed, run, with_method
+from tests.integration.runs import ROOT, environment
 from tests.listed import listed
 
 Runs = Callable[..., Ran]
 CONFIG = {"advanced-pytorch": {"use-wandb": False}}
 MESSAGES = ("quickstart-pytorch", "advanced-pytorch", "quickstart-monai")  # apps of Flower's present API
 NEEDS = {"quickstart-monai": "monai"}  # packages that apps import and the README's test command does not install; .ci/run does
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "start" / "flower-app.md"
 ROUNDS = 3
 SHOWN = {  # the run config of an app in a real run of Flower's, and what its log then has
@@ -160,9 +158,7 @@ def test_with_fedavg_it_is_the_app_before(name: str, ran: Runs) -> None:
 def test_it_runs_as_its_user_starts_it(name: str, tmp_path: Path) -> None:
     app = tmp_path / "app"
     shutil.copytree(APPS / name / "after", app, ignore=shutil.ignore_patterns("__pycache__"))
-    env = os.environ | {"PYTHONPATH": str(ROOT), "FLWR_HOME": str(tmp_path / "flwr"), "RAY_ADDRESS": "local"}  # no cluster of others
-    scripts = Path(sys.executable).parent  # of an environment that need not be activated
-    env["PATH"] = f"{scripts}{os.pathsep}{env['PATH']}"
-    command = (str(scripts / "flwr"), "run", ".", "--run-config", SHOWN[name][0])
-    done = subprocess.run(command, cwd=app, env=env, capture_output=True, text=True, timeout=280, check=False)
+    command = ("flwr", "run", ".", "--run-config", SHOWN[name][0])
+    variables = environment(tmp_path / "flwr")
+    done = subprocess.run(command, cwd=app, env=variables, capture_output=True, text=True, timeout=280, check=False)
     assert [line for line in SHOWN[name][1] if line not in done.stdout + done.stderr] == [], done.stdout + done.stderr

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import sys
 from collections import OrderedDict
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from torch import nn
 
 from fl_bn.flower import run_in_process
 
+ROOT = Path(__file__).parents[2]
 TINY: dict[str, str | int | float | bool] = {
     "dataset": "digits",
     "model": "mlp",
@@ -34,6 +37,13 @@ LIE: dict[str, str | int] = {
     "setup": "experiments.papers:Papers", "byzantine": 1, "attack": "alie-optimised", "statistics-rule": "nnm+median",
     "update-rule": "median",
 }  # fmt: skip
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Return the variables of Flower's programs: this interpreter's first, a ``home`` that is thrown away, and a Ray of its own."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    ours = {"PATH": path, "PYTHONPATH": str(ROOT), "FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "COLUMNS": "300"}
+    return {**os.environ, **ours, "RAY_ADDRESS": "local"}
 
 
 def tiny(folder: Path, method: str, **overrides: str | int | float | bool) -> Path:

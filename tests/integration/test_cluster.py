@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +15,9 @@ import pytest
 from ray._private.services import write_node_ip_address
 from ray.cluster_utils import Cluster
 
-from tests.integration.runs import TINY, bits, differences, tiny
+from tests.experiment.inside import override
+from tests.integration.runs import ROOT, TINY, bits, differences, environment, tiny
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore::ResourceWarning")]
 LIMIT = 500.0  # seconds
 THREE = (  # Flower 1.25 replaces all options by those that are given
@@ -55,26 +53,17 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
     gc.collect()  # the files that Ray left open, here, where that is no error
 
 
-@pytest.fixture
-def environment(machines: Machines, tmp_path: Path) -> dict[str, str]:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    ours = {"PATH": path, "PYTHONPATH": str(ROOT), "FLWR_HOME": str(tmp_path / "flower"), "FLWR_TELEMETRY_ENABLED": "0", "COLUMNS": "300"}
-    return {**os.environ, **ours, "RAY_ADDRESS": machines.cluster.address, "PYTHONFAULTHANDLER": "1"}
-
-
 def lines(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-def test_a_run_over_two_nodes_gives_the_bits_of_one_in_process_also_when_one_is_killed(
-    machines: Machines, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_run_over_two_nodes_gives_the_bits_of_one_in_process_also_when_one_is_killed(machines: Machines, tmp_path: Path) -> None:
     keys = {**TINY, "method": "fedbn", "rounds": 8, "local-steps": 60, "wait-timeout": LIMIT, "output": str(tmp_path), "name": "killed"}
-    config = " ".join(f"{key}={value!r}" if isinstance(value, str) else f"{key}={json.dumps(value)}" for key, value in keys.items())
-    command = ["flwr", "run", ".", "cluster", "--run-config", config, "--federation-config", THREE]
+    command = ["flwr", "run", ".", "cluster", "--run-config", override(keys), "--federation-config", THREE]
+    variables = {**environment(tmp_path / "flower"), "RAY_ADDRESS": machines.cluster.address, "PYTHONFAULTHANDLER": "1"}
     rounds = tmp_path / "killed" / "rounds.jsonl"
     log = tmp_path / "log"
-    with log.open("w") as said, subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT) as process:
+    with log.open("w") as said, subprocess.Popen(command, cwd=ROOT, env=variables, stdout=said, stderr=subprocess.STDOUT) as process:
         end = time.monotonic() + LIMIT
         while lines(rounds) < 2 and process.poll() is None and time.monotonic() < end:
             time.sleep(0.1)

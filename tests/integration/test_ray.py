@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,29 +11,19 @@ import pytest
 
 from fl_bn.methods import METHODS
 from fl_bn.run.config import RunConfig
-from tests.integration.runs import LIE, TINY, bits, differences, tiny
+from tests.experiment.inside import override
+from tests.integration.runs import LIE, ROOT, TINY, bits, differences, environment, tiny
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The commands of this interpreter first, a home of Flower's own that is thrown away, and a Ray of its own."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    home = str(tmp_path_factory.mktemp("flower"))
-    ours = {"PATH": path, "PYTHONPATH": str(ROOT), "FLWR_HOME": home, "FLWR_TELEMETRY_ENABLED": "0", "COLUMNS": "300"}
-    return {**os.environ, **ours, "RAY_ADDRESS": "local"}
+def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return environment(tmp_path_factory.mktemp("flower"))
 
 
-def command(*args: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(args, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
-
-
-def run_config(**overrides: str | int | float | bool) -> str:
-    """As typed after ``--run-config``."""
-    values = {**TINY, **{key.replace("_", "-"): value for key, value in overrides.items()}}
-    return " ".join(f"{key}={value!r}" if isinstance(value, str) else f"{key}={json.dumps(value)}" for key, value in values.items())
+def command(*args: str, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(args, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=200, check=False)
 
 
 def as_on_ray(method: str) -> dict[str, str]:
@@ -45,10 +34,10 @@ def as_on_ray(method: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def on_ray(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def on_ray(variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of one run per method."""
     folder = tmp_path_factory.mktemp("ray")
-    done = command(sys.executable, str(Path(__file__).with_name("every_method_on_ray.py")), str(folder), environment=environment)
+    done = command(sys.executable, str(Path(__file__).with_name("every_method_on_ray.py")), str(folder), variables=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -61,9 +50,9 @@ def test_ray_and_in_process_give_the_same_bits(method: str, on_ray: Path, tmp_pa
     assert differences(other, there) != []
 
 
-def test_flwr_run_as_a_user_does(environment: dict[str, str], tmp_path: Path) -> None:
-    config = run_config(method="hbn", output=str(tmp_path), name="user", pictures=True)
-    done = command("flwr", "run", ".", "--run-config", config, "--federation-config", "options.num-supernodes=3", environment=environment)
+def test_flwr_run_as_a_user_does(variables: dict[str, str], tmp_path: Path) -> None:
+    config = override({**TINY, "method": "hbn", "output": str(tmp_path), "name": "user", "pictures": True})
+    done = command("flwr", "run", ".", "--run-config", config, "--federation-config", "options.num-supernodes=3", variables=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout + done.stderr
     assert "[round 3/3] 3/3 clients" in said
@@ -82,9 +71,9 @@ def test_byzantine_clients_on_ray_give_the_same_bits(on_ray: Path, tmp_path: Pat
 SCARCE = ("--backend-config", json.dumps({"init_args": {"num_cpus": 2}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}))
 
 
-def test_with_too_few_workers_auto_falls_back_to_replay_and_gives_the_same_model(environment: dict[str, str], tmp_path: Path) -> None:
-    config = run_config(method="fedtan", output=str(tmp_path), name="scarce")
-    done = command("flower-simulation", "--app", ".", "--num-supernodes", "3", *SCARCE, "--run-config", config, environment=environment)
+def test_with_too_few_workers_auto_falls_back_to_replay_and_gives_the_same_model(variables: dict[str, str], tmp_path: Path) -> None:
+    config = override({**TINY, "method": "fedtan", "output": str(tmp_path), "name": "scarce"})
+    done = command("flower-simulation", "--app", ".", "--num-supernodes", "3", *SCARCE, "--run-config", config, variables=variables)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     assert "exchange='auto' goes on with replay" in said

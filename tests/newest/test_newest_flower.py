@@ -12,8 +12,9 @@ import pytest
 from fl_bn.flower.compat import DEPLOYED, NEWEST
 from tests.examples.flower_apps import APPS
 from tests.examples.test_flower_apps import SHOWN
-from tests.integration.runs import bits, differences, tiny
-from tests.integration.test_ray import as_on_ray, run_config
+from tests.experiment.inside import override
+from tests.integration.runs import TINY, bits, differences, tiny
+from tests.integration.test_ray import as_on_ray
 from tests.newest.conftest import Newest
 from tests.packaging.conftest import ROOT, copied
 from tests.packaging.test_new import accuracies, printed
@@ -33,7 +34,7 @@ def test_it_is_the_newest_and_the_page_knows_it(newest: Newest) -> None:
 
 def test_the_project_gives_the_bits_of_a_run_in_process(newest: Newest, tmp_path: Path) -> None:
     project = copied(APP, tmp_path / "project")
-    config = run_config(method="fbn", output=str(tmp_path), name="user")
+    config = override({**TINY, "method": "fbn", "output": str(tmp_path), "name": "user"})
     said = newest.run("flwr", "run", ".", "--stream", "--run-config", config, "--federation-config", "num-supernodes=3", folder=project)
     assert "[round 3/3] 3/3 clients" in said
     assert "App dependencies installed successfully via uv sync" in said, "as users have it: without the variable that switches this off"
