@@ -13,6 +13,7 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from fl_bn.flower import BatchNormStrategy, Rounds
 from fl_bn.methods import INPUTS, Method
 from tests.flower.inside import Samples, SecureAggregation, to_numpy, to_tensors
+from tests.hostile.liars import what
 from tests.in_process import WatchedGrid, client_app
 from tests.networks import seeded_network
 
@@ -26,22 +27,9 @@ class LosingGrid(WatchedGrid):
 
     def _answer(self, message: Message) -> Message:
         client = int(self._contexts[message.metadata.dst_node_id].node_config["partition-id"])
-        if (stage_of(message), client) in self.lost:
+        if (what(message).partition(" ")[2], client) in self.lost:  # read before Flower's mod takes the stage away
             return Message(Error(3, "the node is gone"), reply_to=message)
         return super()._answer(message)
-
-
-def stage_of(message: Message) -> str:
-    """Return the protocol's stage of a message; empty for a message without secure aggregation.
-
-    Flower's mod removes the stage while the client works on the message. Read it before.
-    """
-    return str(message.content.config_records.get(RECORD_KEY_CONFIGS, {}).get(Key.STAGE, ""))
-
-
-def strategy(method: Method, clients: Sequence[Samples], secure: SecureAggregation | None, **policy: object) -> BatchNormStrategy:
-    rounds = Rounds(**{"clients": len(clients), "wait": 0.0, **policy})  # type: ignore[arg-type]
-    return BatchNormStrategy(seeded_network("cnn"), method, rounds, secure=secure)
 
 
 def measured(
@@ -50,20 +38,15 @@ def measured(
     secure: SecureAggregation | None,
     start: Mapping[str, np.ndarray] | None = None,
     grid: WatchedGrid | None = None,
-    what: str = INPUTS,
 ) -> tuple[dict[str, np.ndarray], WatchedGrid]:
-    """Make one statistics-only exchange; return the shared tensors after it, and the grid.
-
-    Args:
-        start: Tensors that replace the network's own before the exchange; None: no tensors.
-        what: The statistics that are measured.
-    """
+    """Make one statistics-only exchange, with ``start`` in place of the network's tensors; return the shared tensors, and the grid."""
     grid = grid or WatchedGrid(client_app(method, clients), len(clients))
-    transport = strategy(method, clients, secure).transport
+    rounds = Rounds(clients=len(clients), wait=0.0)
+    transport = BatchNormStrategy(seeded_network("cnn"), method, rounds, secure=secure).transport
     tensors = transport.shared.tensors() | to_tensors(start or {})
     transport.meet(grid)
     transport.timeout = 60.0
-    (made,) = transport.statistics._passes(transport, 0, tensors, 1, measured=what)
+    (made,) = transport.statistics._passes(transport, 0, tensors, 1, measured=INPUTS)
     return to_numpy(made.tensors), grid
 
 
