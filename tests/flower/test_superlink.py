@@ -7,6 +7,7 @@ import runpy
 import sqlite3
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,32 @@ pytestmark = pytest.mark.pinned("Flower 1.25's SuperLink is repaired, and no oth
 SCRIPT = Path(fl_bn_site.__file__).with_name("superlink.py")
 
 
-def test_no_bytes_are_no_error_and_others_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = find("SqliteLinkState")
+Repair = Callable[..., None]
+
+
+@pytest.fixture
+def repair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repair:
+    """Return ``repair(by, kind, *methods)``, which lets superlink.py change these methods until the test ends."""
     monkeypatch.chdir(tmp_path)
+
+    def repaired(by: str, name: str, *methods: str) -> None:
+        kind = find(name)
+        for method in methods:
+            monkeypatch.setattr(kind, method, getattr(kind, method))
+        runpy.run_path(str(SCRIPT))[by](kind)
+
+    return repaired
+
+
+def test_no_bytes_are_no_error_and_others_are_counted(repair: Repair) -> None:
     link = link_state("state.db")
     run = link.create_run("id", "0.1", "0" * 64, {}, "federation", ConfigRecord(), None)
     with pytest.raises(ValueError, match="zero"):  # control: Flower 1.25.0 as it is
         link.store_traffic(run, bytes_sent=0, bytes_recv=0)
-    monkeypatch.setattr(kind, "store_traffic", kind.store_traffic)  # undone at the end
-    runpy.run_path(str(SCRIPT))["repair"](kind)
-    link.store_traffic(run, bytes_sent=0, bytes_recv=0)
-    link.store_traffic(run, bytes_sent=5, bytes_recv=0)
-    link.store_traffic(run, bytes_sent=1, bytes_recv=2)
+    repair("repair", "SqliteLinkState", "store_traffic")
+    for sent, received in ((0, 0), (5, 0), (1, 2)):
+        link.store_traffic(run, bytes_sent=sent, bytes_recv=received)
     found = link.get_run(run)
-    assert found is not None
     assert (found.bytes_sent, found.bytes_recv) == (6, 2)
 
 
@@ -52,6 +65,7 @@ def failures_of_equal_tensors(path: Path, rounds: int) -> list[str]:
     from flwr.proto.message_pb2 import ObjectTree
 
     kind, threads, found = find("SqliteObjectStore"), 6, []
+    kind(str(path)).initialize()
 
     def name_of(text: str) -> str:
         return hashlib.sha256(text.encode()).hexdigest()
@@ -79,14 +93,9 @@ def failures_of_equal_tensors(path: Path, rounds: int) -> list[str]:
     return found
 
 
-def test_equal_tensors_of_two_sites_may_come_at_the_same_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = find("SqliteObjectStore")
-    kind(str(tmp_path / "plain.db")).initialize()
+def test_equal_tensors_of_two_sites_may_come_at_the_same_moment(tmp_path: Path, repair: Repair) -> None:
     assert failures_of_equal_tensors(tmp_path / "plain.db", 15), "control: Flower 1.25.0 as it is"
-    for name in ("preregister", "delete", "delete_objects_in_run"):
-        monkeypatch.setattr(kind, name, getattr(kind, name))  # undone at the end
-    runpy.run_path(str(SCRIPT))["one_at_a_time"](kind)
-    kind(str(tmp_path / "repaired.db")).initialize()
+    repair("one_at_a_time", "SqliteObjectStore", "preregister", "delete", "delete_objects_in_run")
     assert failures_of_equal_tensors(tmp_path / "repaired.db", 15) == []
 
 
@@ -118,12 +127,9 @@ class Asked:
         return [message.error.reason or "error" if message.has_error() else "whole" for message in found]
 
 
-def test_a_reply_is_handed_over_when_all_of_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_reply_is_handed_over_when_all_of_it_is_there(repair: Repair) -> None:
     assert Asked().reply() == ["whole"], "control: Flower 1.25.0 hands over what it does not have"
-    kind = find("SqliteLinkState")
-    monkeypatch.setattr(kind, "get_message_res", kind.get_message_res)  # undone at the end
-    runpy.run_path(str(SCRIPT))["whole_replies"](kind)
+    repair("whole_replies", "SqliteLinkState", "get_message_res")
     Path("state.db").unlink()
     asked = Asked()
     for key, part in asked.parts.items():
@@ -133,11 +139,8 @@ def test_a_reply_is_handed_over_when_all_of_it_is_there(tmp_path: Path, monkeypa
     assert asked.reply() == [], "once"
 
 
-def test_of_a_site_that_left_in_the_midst_of_its_reply_the_server_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    kind = find("SqliteLinkState")
-    monkeypatch.setattr(kind, "get_message_res", kind.get_message_res)
-    runpy.run_path(str(SCRIPT))["whole_replies"](kind)
+def test_of_a_site_that_left_in_the_midst_of_its_reply_the_server_is_told(repair: Repair) -> None:
+    repair("whole_replies", "SqliteLinkState", "get_message_res")
     asked = Asked()
     assert asked.reply() == []
     assert asked.state.deactivate_node(asked.node)
