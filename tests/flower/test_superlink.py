@@ -8,6 +8,8 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,43 +62,34 @@ def link_state(database: str) -> Any:
     return LinkStateFactory(database, NoOpFederationManager(), ObjectStoreFactory(database)).state()
 
 
-def failures_of_equal_tensors(path: Path, rounds: int) -> list[str]:
+def failures_of_equal_tensors(path: Path) -> list[str]:
     """What goes wrong where six threads enter replies, each its own with one tensor that all have, at the same moment, and delete them."""
     from flwr.proto.message_pb2 import ObjectTree
 
-    kind, threads, found = find("SqliteObjectStore"), 6, []
+    kind, start = find("SqliteObjectStore"), threading.Barrier(6)
     kind(str(path)).initialize()
 
-    def name_of(text: str) -> str:
-        return hashlib.sha256(text.encode()).hexdigest()
+    def failure(round: int, place: int) -> str:
+        store = kind(str(path))
+        store.initialize()
+        shared, own = (hashlib.sha256(f"{round} {of}".encode()).hexdigest() for of in ("shared", place))
+        start.wait()
+        try:
+            store.preregister(1, ObjectTree(object_id=own, children=[ObjectTree(object_id=shared)]))
+            store.delete(own)
+        except sqlite3.Error as error:
+            return str(error)
+        return ""
 
-    for round in range(rounds):
-        start, told = threading.Barrier(threads), f"{path.name} {round}"
-
-        def reply(place: int, start: threading.Barrier = start, told: str = told) -> None:
-            store = kind(str(path))
-            store.initialize()
-            shared = ObjectTree(object_id=name_of(f"{told} shared"))
-            tree = ObjectTree(object_id=name_of(f"{told} {place}"), children=[shared])
-            start.wait()
-            try:
-                store.preregister(1, tree)
-                store.delete(tree.object_id)
-            except sqlite3.Error as error:
-                found.append(str(error))
-
-        replies = [threading.Thread(target=reply, args=(place,)) for place in range(threads)]
-        for thread in replies:
-            thread.start()
-        for thread in replies:
-            thread.join()
-    return found
+    with ThreadPoolExecutor(6) as pool:
+        found = [error for round in range(15) for error in pool.map(partial(failure, round), range(6))]
+    return [error for error in found if error]
 
 
 def test_equal_tensors_of_two_sites_may_come_at_the_same_moment(tmp_path: Path, repair: Repair) -> None:
-    assert failures_of_equal_tensors(tmp_path / "plain.db", 15), "control: Flower 1.25.0 as it is"
+    assert failures_of_equal_tensors(tmp_path / "plain.db"), "control: Flower 1.25.0 as it is"
     repair("one_at_a_time", "SqliteObjectStore", "preregister", "delete", "delete_objects_in_run")
-    assert failures_of_equal_tensors(tmp_path / "repaired.db", 15) == []
+    assert failures_of_equal_tensors(tmp_path / "repaired.db") == []
 
 
 class Asked:
