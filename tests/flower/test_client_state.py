@@ -183,7 +183,7 @@ class Timelines(RuleBasedStateMachine):
 
 
 def test_clients_always_read_the_state_of_the_line_they_are_on() -> None:
-    run_state_machine_as_test(Timelines, settings=settings(max_examples=40, stateful_step_count=25))
+    run_state_machine_as_test(Timelines, settings=settings(max_examples=15, stateful_step_count=20))
 
 
 # Which run a message belongs to

@@ -15,6 +15,7 @@ from fl_bn.methods import METHODS
 from tests.flower.inside import Clients, ExchangeSettings, LocalTraining, Samples
 from tests.hostile.recorded import Liar
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
+from tests.networks import seeded_network
 from tools.hostile.transport import ByteGrid
 
 FEDTAN = METHODS["fedtan"]()
@@ -23,7 +24,8 @@ MEETS = "query.rendezvous"
 
 
 def exchanged(clients: list[Samples], exchange: ExchangeSettings, grid: Any = None, rounds: int = 2) -> Run:
-    return run(FEDTAN, clients, rounds, settings=TWO_STEPS, grid=grid, policy={"exchange": exchange, "min_replies": 0.5})
+    policy = {"exchange": exchange, "min_replies": 0.5}
+    return run(FEDTAN, clients, rounds, settings=TWO_STEPS, grid=grid, policy=policy, model=seeded_network("plain"))
 
 
 @pytest.mark.parametrize("carrier", ["local", "replay"])
@@ -35,7 +37,7 @@ def test_under_shrink_the_others_go_on_as_if_it_had_not_been_there(carrier: str,
         if (client, what) == (3, "exchange 1"):
             raise RuntimeError("the disk is full")
 
-    grid = WatchedGrid(client_app(FEDTAN, clients, TWO_STEPS, disturb=disturb), len(clients))
+    grid = WatchedGrid(client_app(FEDTAN, clients, TWO_STEPS, model=seeded_network("plain"), disturb=disturb), len(clients))
     ran, abort = exchanged(clients, ExchangeSettings(carrier, "shrink"), grid, 1), ExchangeSettings(carrier, "abort")
     (record,) = ran.records
     assert [c.client for c in record.accepted] == [0, 1]
@@ -53,7 +55,8 @@ class Nodes(ByteGrid):
     """
 
     def __init__(self, clients: list[Samples], fails: Mapping[tuple[int, str], str | None] = MappingProxyType({})) -> None:
-        super().__init__(WatchedGrid(client_app(FEDTAN, clients, TWO_STEPS), len(clients)), Liar())
+        app = client_app(FEDTAN, clients, TWO_STEPS, model=seeded_network("plain"))  # no dropout: threads have one generator
+        super().__init__(WatchedGrid(app, len(clients)), Liar())
         self.fails, self.asked = fails, list[tuple[int, str]]()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -75,7 +78,7 @@ class Nodes(ByteGrid):
 def test_auto_takes_grpc_and_where_not_all_clients_can_run_at_once_replay(fails: Any, carrier: str, tiny_clients: Clients) -> None:
     """As in a simulation with too few workers. Both give the bits of clients that take turns in one process."""
     clients = tiny_clients((4, 5, 6))
-    ran = exchanged(clients, ExchangeSettings(join_deadline=1.0), Nodes(clients, fails))
+    ran = exchanged(clients, ExchangeSettings(join_deadline=1.0 if fails else 60.0), Nodes(clients, fails))
     assert [record.carrier for record in ran.records] == [carrier] * 2
     assert identical(ran.trajectory[2], exchanged(clients, ExchangeSettings("local")).trajectory[2])
 
@@ -96,7 +99,7 @@ def test_no_round_waits_for_a_client_that_has_not_answered_an_earlier_one(tiny_c
     """It died or hangs, and Flower has not noticed yet."""
     clients = tiny_clients((4, 5, 6))
     grid = Nodes(clients, {(0, "train"): None})
-    ran = exchanged(clients, ExchangeSettings(policy="shrink", join_deadline=1.0), grid)
+    ran = exchanged(clients, ExchangeSettings(policy="shrink", join_deadline=3.0), grid)
     assert [[client.client for client in record.accepted] for record in ran.records] == [[1, 2]] * 2
     assert grid.asked.count((0, "train")) == 1
 
