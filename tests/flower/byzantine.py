@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
-from typing import Any
 
 import numpy as np
 from flwr.app import Message, RecordDict
@@ -19,31 +17,14 @@ from tests.in_process import WatchedGrid, client_app
 from tests.networks import seeded_network
 
 Tensors = dict[str, np.ndarray]
-RULES = ("mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "centered-clipping", "nnm+median", "nnm+trimmed-mean")
-CLIENTS = 7
 HONEST = Defence()
 
 
-def both(f: int, rule: str) -> Defence:
-    """Return a defence with the same rule for statistics and updates."""
-    return Defence(f, rule, rule)
-
-
-def lie(mean: Callable[[np.ndarray], np.ndarray], var: Callable[[np.ndarray], np.ndarray]) -> Attack:
-    """Return an attack on statistics. ``mean`` and ``var`` compute the lie from the averages of the honest means and variances."""
-
-    def attack(honest: np.ndarray, f: int) -> np.ndarray:
-        means, variances = np.split(honest.mean(0), 2)
-        return np.repeat(np.concatenate([mean(means), var(variances)])[None], f, 0)
-
-    return attack
-
-
 class OneRound:
-    """Hold the honest replies to round 1 of the method ``name``, to be aggregated by several servers."""
+    """Hold the honest replies to round 1, to be aggregated by several servers."""
 
-    def __init__(self, name: str, clients: list[Samples], **options: Any) -> None:
-        self.method, self.clients = METHODS[name](**options), clients
+    def __init__(self, name: str, clients: list[Samples]) -> None:
+        self.method, self.clients = METHODS[name](), clients
         self.grid = WatchedGrid(client_app(self.method, clients), len(clients))
         first = self._server(HONEST)
         first.meet(self.grid)

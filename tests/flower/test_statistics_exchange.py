@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import logging
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +14,7 @@ from fl_bn.flower import run_in_process
 from fl_bn.methods import METHODS
 from fl_bn.methods import hbn as make_hbn
 from tests.in_process import Run, Samples, run
+from tests.integration.runs import table
 from tests.listed import listed
 
 HBN, STATIC = METHODS["hbn"](), METHODS["static-bn"]()
@@ -76,11 +75,9 @@ ROUNDS, EVERY = 24, 4  # frozen after round 12
 
 def accuracies(folder: Path, **keys: Any) -> list[float]:
     """Return every fourth round's accuracy (%) of a run on digits, two classes per client."""
-    logging.getLogger("flwr").setLevel(logging.ERROR)
     classes = {"clients": 10, "partition": "classes", "partition-parameter": 2.0}
     path = run_in_process({**classes, "rounds": ROUNDS, "evaluate-every": EVERY, "output": str(folder), "pictures": False, **keys})
-    with (path / "rounds.csv").open() as lines:
-        return [100 * float(row["accuracy"]) for row in csv.DictReader(lines) if row["accuracy"]]
+    return [100 * float(row["accuracy"]) for row in table(path / "rounds.csv") if row["accuracy"]]
 
 
 @pytest.mark.slow

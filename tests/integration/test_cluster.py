@@ -29,27 +29,16 @@ def node(letter: str) -> dict[str, Any]:
     return {"num_cpus": 1, "object_store_memory": 120 * 2**20, "env_vars": {"RAY_OVERRIDE_NODE_ID_FOR_TESTING": letter * 56}}
 
 
-class Machines:
-    """Two nodes of one CPU, each with an address of its own: a driver takes the node that has its machine's address for its own."""
-
-    def __init__(self) -> None:
-        self.cluster = Cluster(True, head_node_args={"include_dashboard": False, **node("a")})
-        self.second = self.cluster.add_node(node_ip_address="127.0.0.2", **node("b"))
-        head = self.cluster.head_node
-        write_node_ip_address(head.get_session_dir_path(), head.node_ip_address)  # the second node wrote its own into the common folder
-
-    def kill_second(self) -> None:
-        """As a power cut does: without a word."""
-        self.cluster.remove_node(self.second, allow_graceful=False)
-
-
 @pytest.fixture
-def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+    """Two nodes of one CPU, each with an address of its own: a driver takes the node that has its machine's address for its own."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_worker_niceness", "0")  # Ray's 15 starves beside other tests
-    made = Machines()
-    yield made
-    made.cluster.shutdown()
+    cluster = Cluster(True, head_node_args={"include_dashboard": False, **node("a")})
+    second, head = cluster.add_node(node_ip_address="127.0.0.2", **node("b")), cluster.head_node
+    write_node_ip_address(head.get_session_dir_path(), head.node_ip_address)  # the second node wrote its own into the common folder
+    yield cluster, second
+    cluster.shutdown()
     gc.collect()  # the files that Ray left open, here, where that is no error
 
 
@@ -57,17 +46,17 @@ def lines(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-def test_a_run_over_two_nodes_gives_the_bits_of_one_in_process_also_when_one_is_killed(machines: Machines, tmp_path: Path) -> None:
+def test_a_run_over_two_nodes_gives_the_bits_of_one_in_process_also_when_one_is_killed(machines: tuple[Any, Any], tmp_path: Path) -> None:
+    cluster, second = machines
     keys = {**TINY, "method": "fedbn", "rounds": 8, "local-steps": 60, "wait-timeout": LIMIT, "output": str(tmp_path), "name": "killed"}
     command = ["flwr", "run", ".", "cluster", "--run-config", override(keys), "--federation-config", THREE]
-    variables = {**environment(tmp_path / "flower"), "RAY_ADDRESS": machines.cluster.address, "PYTHONFAULTHANDLER": "1"}
-    rounds = tmp_path / "killed" / "rounds.jsonl"
-    log = tmp_path / "log"
+    variables = {**environment(tmp_path / "flower"), "RAY_ADDRESS": cluster.address, "PYTHONFAULTHANDLER": "1"}
+    rounds, log = tmp_path / "killed" / "rounds.jsonl", tmp_path / "log"
     with log.open("w") as said, subprocess.Popen(command, cwd=ROOT, env=variables, stdout=said, stderr=subprocess.STDOUT) as process:
         end = time.monotonic() + LIMIT
         while lines(rounds) < 2 and process.poll() is None and time.monotonic() < end:
             time.sleep(0.1)
-        machines.kill_second()
+        cluster.remove_node(second, allow_graceful=False)  # as a power cut does
         try:
             code = process.wait(LIMIT)
         except subprocess.TimeoutExpired:

@@ -29,16 +29,8 @@ def test_a_run_leaves_all_its_files(method: str, tmp_path: Path) -> None:
     own = {"clients"} if personal else {"recalibration.csv"}  # HBN's statistics are measured before round 1
     assert {file.name for file in path.iterdir()} == FILES | own
     rounds = table(path / "rounds.csv")
-    lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rounds] == ["1", "2", "3"]
     assert [row["accuracy"] != "" for row in rounds] == [False, True, True]
-    assert [[str(client["client"]) for client in line.pop("clients")] for line in lines] == [["0", "1", "2"]] * 3
-    for row, line in zip(rounds, lines, strict=True):
-        assert {disclosure[0] for disclosure in line.pop("disclosures")} == {0, 1, 2}
-        by_class, by_domain = line.pop("per-class") or [], line.pop("per-domain") or {}
-        assert len(by_class) == (10 if row["accuracy"] else 0)
-        assert all(0 <= accuracy <= 1 for accuracy in [*by_class, *by_domain.values()])
-        assert {k: v for k, v in row.items() if v} == {k: str(v) for k, v in line.items() if v is not None}
     clients = table(path / "clients.csv")
     assert [(row["round"], row["client"]) for row in clients] == [(str(r), str(c)) for r in (1, 2, 3) for c in range(3)]
     assert [row["accuracy"] != "" for row in clients] == [personal and r > 1 for r in (1, 2, 3) for _ in range(3)]
@@ -53,17 +45,9 @@ def test_a_run_leaves_all_its_files(method: str, tmp_path: Path) -> None:
 
 
 def test_a_failing_run_raises_and_leaves_what_it_had(tmp_path: Path) -> None:
-    values = {
-        **TINY,
-        "method": "fedavg",
-        "output": str(tmp_path),
-        "name": "wild",
-        "learning-rate": 1e30,
-        "max-failed-rounds": 2,
-        "pictures": True,
-    }
+    values = {**TINY, "method": "fedavg", "output": str(tmp_path), "name": "wild", "learning-rate": 1e30, "max-failed-rounds": 2}
     with pytest.raises(RunFailed, match="2 rounds in a row had too few usable replies"):
-        run_in_process(values)
+        run_in_process({**values, "pictures": True})
     path = tmp_path / "wild"
     assert "**The run failed** after 2 of 3 rounds: RunFailed: 2 rounds in a row" in (path / "summary.md").read_text()
     assert {file.name for file in path.iterdir()} == FILES

@@ -14,17 +14,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from fl_bn.federation.engines.workers import WorkerDied, Workers
-from fl_bn.flower import run_in_process
 from fl_bn.support.wire import WireError
 from tests.integration import tasks
-from tests.integration.runs import TINY, own
-
-
-def run(folder: Path, method: str, workers: int, **keys: object) -> Path:
-    config = {**TINY, **own(method), "output": str(folder), "name": f"{method}-{workers}", "workers": workers, "pictures": False, **keys}
-    path = run_in_process(config)
-    assert path is not None
-    return path
+from tests.integration.runs import tiny
 
 
 @pytest.mark.alone
@@ -40,7 +32,7 @@ def run(folder: Path, method: str, workers: int, **keys: object) -> Path:
     ],
 )
 def test_workers_give_the_bits_of_one_after_the_other(method: str, keys: dict[str, object], tmp_path: Path) -> None:
-    one, two = (load_file(run(tmp_path, method, workers, **keys) / "model.safetensors") for workers in (1, 2))
+    one, two = (load_file(tiny(tmp_path / str(n), method, workers=n, **keys) / "model.safetensors") for n in (1, 2))
     assert one.keys() == two.keys()
     for name, array in one.items():
         assert np.array_equal(array, two[name]), name
