@@ -145,8 +145,7 @@ def arrays(**changed: Any) -> ArrayRecord:
     ],
 )
 def test_a_start_that_cannot_work_is_refused_by_name(options: Any, named: Any, kind: type[Exception], word: str) -> None:
-    strategy = FixBN(net(), **options)
-    refused(lambda: strategy.start(grid("fixbn"), **{"num_rounds": 1, **named}), kind, word)
+    refused(lambda: FixBN(net(), **options).start(grid("fixbn"), **{"num_rounds": 1, **named}), kind, word)
 
 
 @listed(
