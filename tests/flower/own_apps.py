@@ -91,6 +91,8 @@ def with_objective(round: Any, batches: Any, rate: float) -> float:
 def own_app(
     method: str | Method = "fixbn",
     *,
+    batches: Callable[[int], Any] = data,
+    samples: Callable[[int], int] = lambda client: SAMPLES,
     loop: Callable[[Any, Any, float], float] = epoch,
     before: Callable[[Message, Context], Any] = lambda message, context: None,
     after: Callable[[Message, Context, Message], Any] = lambda message, context, reply: None,
@@ -106,6 +108,7 @@ def own_app(
     """Make the app.
 
     Args:
+        samples: Returns the number of samples that a client reports.
         before: The user's own code before training and evaluation.
         after: The user's own code after training, which also gets the reply.
         metrics: Makes the metrics of a reply from the loss and the client.
@@ -115,15 +118,15 @@ def own_app(
         answers: Further arguments of ``answer``.
     """
     app, chosen = ClientApp(mods=mods[0]), METHODS[method]() if isinstance(method, str) else method
-    answer(app, model, chosen, lambda context: data(client_of(context)), **answers)
+    answer(app, model, chosen, lambda context: batches(client_of(context)), **answers)
 
     @app.train(mods=[replayed, *mods[1]])
     def train(message: Message, context: Context) -> Message:
         client = client_of(context)
         before(message, context)
-        with training(message, context, model(), chosen, data(client), objective=objective) as round:
-            loss = loop(round, data(client), rate(message))
-        reply = round.message(SAMPLES, says(loss, round.number), metrics(loss, client))
+        with training(message, context, model(), chosen, batches(client), objective=objective) as round:
+            loss = loop(round, batches(client), rate(message))
+        reply = round.message(samples(client), says(loss, round.number), metrics(loss, client))
         after(message, context, reply)
         return reply
 

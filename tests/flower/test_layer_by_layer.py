@@ -14,7 +14,7 @@ from fl_bn.federation.recalibration import recalibrate
 from fl_bn.flower import RunFailed
 from fl_bn.methods import METHODS, Role
 from tests.federation import random_samples
-from tests.flower.inside import Clients, Defence, Samples, running_statistics
+from tests.flower.inside import Clients, Defence, ExchangeSettings, Samples, running_statistics
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
 from tests.listed import common_first, listed
 from tests.networks import Wired, seeded_network
@@ -112,6 +112,15 @@ def test_a_client_that_drops_is_missing_as_in_passes(clients: list[Samples]) -> 
     assert identical(statistics(ran), statistics(others))
     assert messages(others) == 1
     assert not identical(statistics(ran), statistics(of("auto", clients)))  # control
+
+
+def test_where_the_exchange_takes_a_message_per_layer_there_are_passes_too(clients: list[Samples]) -> None:
+    ran, meeting = (
+        calibrated("auto", clients, network("chain", torch.float32), policy={"exchange": ExchangeSettings(carrier)})
+        for carrier in ("replay", "local")
+    )
+    assert (messages(ran), messages(meeting)) == (4, 1)
+    assert identical(statistics(ran), statistics(meeting))
 
 
 @listed("name", [name for name in METHODS if not (METHODS[name]().has_statistics and shares_statistics(name))])

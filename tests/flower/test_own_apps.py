@@ -9,6 +9,7 @@ import pytest
 import torch
 from flwr.app import ConfigRecord
 from flwr.serverapp.strategy import FedAvg
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from fl_bn import Federation, methods
 from fl_bn.flower import FBN, HBN, FedAvgBN, FedBN, OwnAppStrategy, RunFailed
@@ -82,6 +83,21 @@ def test_a_reply_inside_the_block_is_that_after_it(method: str) -> None:
 
     one, other = (ran(OwnAppStrategy(net(), METHODS[method]()), own_app(method, loop=loop), rounds=2) for loop in (epoch, early))
     assert equal(one, other)
+
+
+def test_a_client_s_samples_are_counted_as_its_loader_draws_them() -> None:
+    """Four crops of each sample, as MONAI's collate functions make them. A client without data in a round is left out."""
+
+    def four(rows: list[Any]) -> Any:
+        x, y = default_collate(rows)
+        return x.repeat(4, 1), y.repeat(4)
+
+    def loader(client: int) -> Any:
+        return DataLoader(TensorDataset(*(torch.cat(parts) for parts in zip(*data(client), strict=True))), 8, collate_fn=four)
+
+    app = own_app("hbn", batches=loader, samples=lambda client: 4 * SAMPLES * (client != 1))
+    (record,) = ran(HBN(net(), fraction_evaluate=0), app).records
+    assert [client.client for client in record.accepted] == [0, 2]
 
 
 def test_a_round_that_ends_in_an_error_stores_nothing() -> None:

@@ -73,6 +73,15 @@ def test_a_hook_may_leave_clients_out_and_change_what_is_aggregated() -> None:
     assert result.train_metrics_clientapp[2]["mine"] == 1.0
 
 
+def test_a_hook_that_aggregates_by_itself_needs_no_super() -> None:
+    class First(FedAvgBN):
+        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+            (first, *_) = replies
+            return ArrayRecord({**first.content["fl-bn/weights"], **first.content["fl-bn/statistics"]}), None
+
+    assert ran(First(net(), fraction_evaluate=0), own_app("fedavg")).records[0].aggregated
+
+
 @listed(("method", "objective"), [("hbn", PLAIN), ("fedavg", Scaffold())])
 def test_a_second_start_on_one_grid_is_a_new_beginning(method: str, objective: Objective) -> None:
     """A client that trained in the first run, and is drawn later in the second, has nothing of the first."""

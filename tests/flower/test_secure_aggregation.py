@@ -14,6 +14,7 @@ from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from scipy.stats import kstest
 
 from fl_bn.bn.moments import Running
+from fl_bn.flower.secagg import workflow
 from fl_bn.flower.secagg.instructions import SET_UP, instruction_digest
 from fl_bn.flower.secagg.masks import bound_to, key_stream
 from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
@@ -119,6 +120,16 @@ def test_below_the_threshold_nothing_changes_and_nothing_is_asked(stage: str, ti
     grid = LosingGrid(client_app(FEDAVG, clients), 4, lost)
     ran = run(FEDAVG, clients, 1, grid=grid, secure=SecureAggregation(), policy={"max_failed": 2}, may_fail=True)
     assert not ran.records[0].aggregated
+
+
+def test_masks_that_do_not_cancel_are_noticed(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+    """A server that makes masks otherwise than the clients gets noise, and must not take it for statistics."""
+    start, _ = measured(hbn(), clients, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workflow, "key_stream", pseudo_rand_gen)
+        assert identical(measured(hbn(), clients, SecureAggregation(), start)[0], start)
+    assert "the masks did not cancel" in log.text
+    assert not identical(measured(hbn(), clients, SecureAggregation(), start)[0], start)  # control
 
 
 def test_masks_use_the_whole_seed() -> None:

@@ -72,6 +72,13 @@ def test_gradients_epochs_and_uniform_weights(settings: LocalTraining, weights: 
     assert (off(other, secure, 2) < 1e-4) == (weights == "uniform")  # control
 
 
+def test_a_client_too_small_to_train_is_left_out_before_keys_are_shared(tiny_clients: Clients) -> None:
+    few = tiny_clients((6, 1, 5, 7))
+    plain, secure = (run(METHODS["fedavg"](), few, 1, secure=s) for s in (None, SecureAggregation(quantization_range=24)))
+    assert [c.client for c in secure.records[0].clients if c.refused] == [1]
+    assert off(plain, secure, 1) < 1e-4
+
+
 def test_diverged_training_sends_nothing(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
     explode = {"rate": lambda round, rounds: 1e30}
     ran = run(METHODS["gn"](), clients, 1, policy=explode, secure=SecureAggregation(), may_fail=True)

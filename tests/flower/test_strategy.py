@@ -32,14 +32,6 @@ def failing(clients: list[Samples], who: set[int], when: set[str]) -> WatchedGri
     return WatchedGrid(client_app(FBN, clients, disturb=disturb), len(clients))
 
 
-def test_a_client_that_raises_is_named_and_the_round_goes_on(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
-    ran = run(FBN, clients, 2, grid=failing(clients, {1}, {"train 1"}))
-    assert [c.refused for c in ran.records[0].clients] == ["", "error: code 2: OSError: the disk is full", ""]
-    assert "round 1: client 1's reply is not used: error: code 2: OSError: the disk is full" in log.text
-    assert [len(record.accepted) for record in ran.records if record.aggregated] == [2, 3]
-    assert not identical(ran.trajectory[1], run(FBN, clients, 2).trajectory[1])
-
-
 def test_a_failed_round_changes_no_bit_and_steps_no_server_optimiser(clients: list[Samples]) -> None:
     optimizer = lambda: {"optimizer": server_optimizer("fedavgm", 1.0, 0.9)}  # noqa: E731
     ran, plain = run(FBN, clients, 3, grid=failing(clients, {0, 1}, {"train 2"}), **optimizer()), run(FBN, clients, 3, **optimizer())

@@ -55,9 +55,3 @@ def test_a_failing_run_raises_and_leaves_what_it_had(tmp_path: Path) -> None:
     assert all(torch.equal(model[k], start[k]) for k in model)
     refused = [row["refused"] for row in table(path / "clients.csv")]
     assert all("not finite" in reason for reason in refused)
-
-
-def test_no_run_is_overwritten(tmp_path: Path) -> None:
-    tiny(tmp_path, "gn")
-    with pytest.raises(FileExistsError, match="exists already: give another name, remove .*, or go on with"):
-        tiny(tmp_path, "gn")
