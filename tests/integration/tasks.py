@@ -7,8 +7,6 @@ import os
 import signal
 from pathlib import Path
 
-import numpy as np
-
 from fl_bn.support.wire import WireError
 
 
@@ -40,7 +38,3 @@ def stumble(x: int, folder: str) -> int:
     if x == 2:
         raise WireError("weights", "0.bias" * 50, "is missing")
     return x
-
-
-def kind_of(array: np.ndarray) -> tuple[str, bool]:
-    return type(array).__name__, array.flags.writeable

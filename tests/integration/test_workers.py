@@ -73,14 +73,6 @@ def test_a_worker_that_dies_fails_its_own_task_alone(tmp_path: Path) -> None:
     assert again[0].value == 2
 
 
-def test_workers_see_large_arrays_once_and_cannot_change_them() -> None:
-    big = np.ones((600, 600))
-    workers = Workers(2)
-    done = list(workers.run(tasks.kind_of, [(big,), (big,)]))
-    workers.close()
-    assert [d.value for d in done] == [("memmap", False)] * 2
-
-
 STARTED = """
 import os, time
 from fl_bn.federation.engines.workers import Workers
