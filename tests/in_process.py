@@ -49,7 +49,8 @@ def client_app(
     """Make the ClientApp of ``clients``, by default with a small CNN.
 
     ``disturb`` is called before a client computes, with its index and a text such as ``train 1``; it may raise. ``counted``: how many
-    clients there are according to each client's config. ``state``: the folder for what clients keep, their state-dir. ``tells``: clients send the BatchNorm layers that they keep.
+    clients there are according to each client's config. ``state``: the folder for what clients keep, their state-dir.
+    ``tells``: clients send the BatchNorm layers that they keep.
     """
     converted = convert(model or seeded_network("cnn"), method)
 
