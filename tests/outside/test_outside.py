@@ -32,7 +32,7 @@ from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.federation.aggregation import Defence
 from fl_bn.flower import FBN, FedBN, InProcessGrid, RunFailed, legacy_client_app, legacy_server_app, run_in_process
 from fl_bn.run.config import ConfigError, RunConfig
-from tests.conformance.doors import SIZES, Client, batches, network
+from tests.conformance.doors import SIZES, Asked, Client, network
 from tests.flower.own_apps import CLIENTS, client_of, own_app
 from tests.flower.own_apps import net as own_net
 from tests.listed import listed
@@ -128,7 +128,7 @@ def test_i_an_app_of_the_older_api_gets_its_number_and_gives_its_results() -> No
         return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=2))
 
     server = legacy_server_app(server_fn, network, methods.fedavg())
-    client = legacy_client_app(lambda cid: Client(int(cid), batches(int(cid)), [], {}, torch.float64).to_client(), methods.fedavg())
+    client = legacy_client_app(lambda cid: Client(int(cid), Asked("fedavg"), [], {}).to_client(), methods.fedavg())
     history = run_in_process({"clients": CLIENTS}, server_app=server, client_app=client)
     samples = sorted(map(sum, SIZES))
     assert pickle.loads(pickle.dumps(history)).metrics_distributed_fit["samples"] == [(1, samples), (2, samples)]
