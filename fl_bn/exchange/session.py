@@ -257,13 +257,16 @@ class Session:
         said: dict[int, Key | None] = {**keys, **dict.fromkeys(left)}
         (right, top), *others = Counter(said.values()).most_common()
         if others and others[0][1] == top:
-            at = "; ".join(f"{self.called.client(client)}: {key or 'finished'}" for client, key in said.items())
-            self.fail(f"the clients are not at the same layer ({at}). {SAME}")
+            self.fail(self._apart(said))
             return False
-        for client, key in said.items():
-            if key != right:
-                self._remove([client], f"is at {key or 'the end'} where most are at {right or 'the end'}. {SAME}")
+        most = next(client for client, key in said.items() if key == right)
+        for client in [client for client, key in said.items() if key != right]:
+            self._remove([client], self._apart({client: said[client], most: right}))
         return not others
+
+    def _apart(self, said: Mapping[int, Key | None]) -> str:
+        at = "; ".join(f"{self.called.client(client)}: {key or 'finished'}" for client, key in said.items())
+        return f"the clients are not at the same layer ({at}). {SAME}"
 
     def _average(self, requests: Mapping[int, Local]) -> None:
         key, batches = next(iter(requests.values())).key, [self.batches[client] for client in requests]

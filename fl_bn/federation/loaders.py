@@ -39,6 +39,14 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
         )
 
 
+def described(loader: Loader) -> str:
+    """Return type, number of samples and batch size of ``loader``, as far as it tells them."""
+    data: Any = getattr(loader, "dataset", None)
+    size = [f"{len(data)} samples"] if hasattr(data, "__len__") else []
+    told = [f"{name}={getattr(loader, name)}" for name in ("batch_size", "drop_last") if hasattr(loader, name)]
+    return ", ".join([type(loader).__name__, *size, *told])
+
+
 def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
     """Check that ``loader`` is no single batch, and no list or dataset of single samples.
 

@@ -232,7 +232,7 @@ def watch(record: RoundRecord, first_loss: float = math.nan, last: bool = False,
     far = next((f"client {c.client} says a loss of {c.loss:.4g}" for c in record.accepted if abs(c.loss) > LARGEST), "")
     diverged = not math.isfinite(record.loss) or record.loss > RUNAWAY_LOSS * max(first_loss, 1.0)
     if record.aggregated and diverged and "masked" not in record.bytes_up:  # with masks nothing is known of a client that diverges
-        untold = "no training loop gave it to round.reply(samples, loss), or " if math.isnan(record.loss) else ""
+        untold = "no client told it ('loss' in fit's metrics, round.reply(samples, loss)), or " if math.isnan(record.loss) else ""
         ends = "the run ends with a model that diverged: do not use it. " if last and not untold else ""
         before = f", and was {first_loss:.4g} in the first round" if math.isfinite(record.loss) else ""
         whose = f" ({far})" if far else ""

@@ -311,7 +311,7 @@ class SharedModel:
         if report is StatisticsReport.PASS:
             self._note_reached(parts, reports)
         elif report is not StatisticsReport.RUNNING:
-            self.unseen = [layer for layer in self.layers if not any(one[layer].count for one in reports if layer in one)]
+            self.unseen = [layer for layer in shared if not any(one[layer].count for one in reports if layer in one)]
         steps = [part.steps for part in parts]
         if self.method.refresh is Refresh.REPORTED:
             self.reported = combine(self.method.renew, shared, reports, steps, self.layers, defence)

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import logging
 import sys
-import traceback
+import threading
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -94,11 +94,10 @@ def simulates(grid: Any) -> bool:
 def has_ended(grid: Any) -> bool:
     """Return whether the simulation behind ``grid`` has ended before its ServerApp.
 
-    Flower gives no other sign than that no thread of this process is in its engine
-    any more.
+    Flower then sets the stop event that it gave to the ServerApp's thread, this one.
     """
-    stacks = [traceback.walk_stack(top) for top in sys._current_frames().values()] if simulates(grid) else []
-    return bool(stacks) and not any(frame.f_code.co_name == "start_vce" for stack in stacks for frame, _ in stack)
+    given = getattr(threading.current_thread(), "_args", ()) if simulates(grid) else ()
+    return any(isinstance(value, threading.Event) and value.is_set() for value in given)
 
 
 def repeat_cancelled(invoker: Any) -> None:

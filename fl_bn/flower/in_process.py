@@ -32,6 +32,7 @@ from fl_bn.federation.engines.workers import Workers, WorkerTiming, cores
 from fl_bn.flower.compat import identify, log
 from fl_bn.flower.wire.codec import config_of
 from fl_bn.support.durable import FULL
+from fl_bn.support.names import escaped
 from fl_bn.support.user_code import OWN
 
 OWNER = {"allow-modules": OWN}  # the user owns this process, so the run config may name modules
@@ -260,7 +261,7 @@ def _answer_of(app: ClientApp | str, message: Message, context: Context) -> Mess
         short = where in _traced or getattr(error, "errno", None) in FULL
         text = f"{type(error).__name__}: {error}" if short else f"\n{traceback.format_exc()}"
         _traced.add(where)
-        log(logging.ERROR, "client %s raised: %s", context.node_config["partition-id"], text)
+        log(logging.ERROR, "client %s raised: %s", context.node_config["partition-id"], escaped(text))
         return Message(Error(CLIENT_APP_RAISED, f"{type(error).__name__}: {error}"), reply_to=message)
     finally:
         if context.run_config == shared:

@@ -22,7 +22,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from fl_bn.flower.compat import log
-from fl_bn.flower.own_app import answers, evaluating, replayed, training
+from fl_bn.flower.own_app import answers, evaluating, numbers, replayed, training
 from fl_bn.flower.own_metrics import EXAMPLES, is_number
 from fl_bn.flower.population import Client
 from fl_bn.flower.strategies import OwnAppStrategy
@@ -108,9 +108,9 @@ def _fit(client_of: ClientOf, net: str, trainloader: str, method: Method, task: 
         arrays, samples, metrics = client.fit(_arrays(round.model), dict(message.content.config_records.get("config", {})))
         # the arrays count, since the user's code may have clipped them or added noise
         round.model.load_state_dict({k: torch.as_tensor(a) for k, a in zip(round.model.state_dict(), arrays, strict=True)})
-    numbers = _numbers(metrics)
-    reply = round.message(samples, numbers.get("loss", numbers.get("train_loss")), numbers)
-    reply.content[SCALARS] = ConfigRecord(_plain(metrics))
+    own = _numbers(metrics)
+    reply = round.message(samples, own.get("loss", own.get("train_loss")), own)
+    reply.content[SCALARS] = numbers(metrics, ConfigRecord)
     return reply
 
 
@@ -119,8 +119,8 @@ def _evaluate(client_of: ClientOf, net: str, method: Method, message: Message, c
     model = evaluating(message, context, part(client, net), method)
     setattr(client, net, model)
     loss, samples, metrics = client.evaluate(_arrays(model), dict(message.content.config_records.get("config", {})))
-    own = MetricRecord({**_numbers(metrics), "loss": float(loss), EXAMPLES: samples})
-    return Message(RecordDict({OWN_METRICS: own, SCALARS: ConfigRecord(_plain(metrics))}), reply_to=message)
+    own = numbers({**_numbers(metrics), "loss": loss, EXAMPLES: samples})
+    return Message(RecordDict({OWN_METRICS: own, SCALARS: numbers(metrics, ConfigRecord)}), reply_to=message)
 
 
 def _arrays(model: nn.Module) -> list[np.ndarray]:
@@ -128,12 +128,8 @@ def _arrays(model: nn.Module) -> list[np.ndarray]:
     return [tensor.detach().cpu().numpy().copy() for tensor in model.state_dict().values()]
 
 
-def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.item() if isinstance(value, np.generic) else value for name, value in metrics.items()}
-
-
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, int | float]:
-    return {name: value for name, value in _plain(metrics).items() if type(value) in (int, float)}
+    return {name: value for name, value in numbers(metrics, ConfigRecord).items() if type(value) in (int, float)}
 
 
 # The server

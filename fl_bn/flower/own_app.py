@@ -124,15 +124,15 @@ class OwnRound:
             self._store.write(self._kept.round, self._kept.sections)
 
 
-def numbers(metrics: Mapping[str, Any]) -> MetricRecord:
-    """Return a user's metrics as Flower's. ``ValueError``: they are no numbers."""
-    record = MetricRecord()
+def numbers(metrics: Mapping[str, Any], kind: Callable[[], Any] = MetricRecord) -> Any:
+    """Return a user's metrics as Flower's record of a ``kind``. ``ValueError``: it cannot hold one of them."""
+    record = kind()
     for name, value in metrics.items():
-        one = value.item() if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1) else value
+        one = value.item() if isinstance(value, np.generic | np.ndarray | Tensor) and math.prod(value.shape) == 1 else value
         try:
             record[name] = one
         except (TypeError, ValueError):
-            raise ValueError(f"metric {short(name)}: expected a number or a list of numbers, but got {short(value)}") from None
+            raise ValueError(f"metric {short(name)}: expected a number, or a list of numbers of one type, but got {short(value)}") from None
     return record
 
 

@@ -30,7 +30,7 @@ LOWER = re.compile(r"loss|error|perplexity|nll|brier|distance|(?<![a-z])(r?mse|m
 """Matches metrics of which lower values are better."""
 Own = TypeVar("Own", bound="Task")
 LOGGER = logging.getLogger("flwr")
-UNDEFINED = re.compile(r".*(undefined|ill-defined|not defined|meaningless|Returns 0|0/0)", re.DOTALL)
+UNDEFINED = re.compile(r".*(undefined|ill-defined|not defined|meaningless|Returns 0|No positive|0/0)", re.DOTALL)
 """Matches warnings that data do not define a metric, with which torchmetrics and scikit-learn return a placeholder."""
 _WATCHING = threading.RLock()  # Python's filters of warnings are those of all threads
 

@@ -112,8 +112,8 @@ def test_control_nothing_is_said_of_a_backbone_that_its_owner_froze_or_where_nob
         held: Any = auxiliary(always=True)
         held.bn.eval()
         in_federation(held, METHODS[name]())
-    for name in ("fedavg", "fedbn", "static-bn", "fedtan"):
-        in_federation(auxiliary(), METHODS[name]())
+    for name in ("fedavg", "fedbn", "fedlbn", "static-bn", "fedtan"):
+        in_federation(auxiliary(always=name == "fedlbn"), METHODS[name]())
     assert not unmeasured(log)
 
 

@@ -88,11 +88,11 @@ def test_c_a_metric_that_torchmetrics_calls_undefined_is_missing() -> None:
 
 def test_d_clients_that_differ_in_an_exchange_are_named_with_the_layer_of_each() -> None:
     """The BatchNorm layer is called once per step of the sequence."""
-    data = [[(torch.randn(8, length, 2), torch.arange(8) % 2)] for length in (3, 5)]
+    data = [[(torch.randn(8, length, 2), torch.arange(8) % 2)] for length in (3, 5, 5)]
     recurrent = Wired(
         lambda net, x: net.head(torch.stack([net.norm(step) for step in x.unbind(1)]).mean(0)), norm=nn.BatchNorm1d(2), head=nn.Linear(2, 2)
     )
-    for order in (data, data[::-1]):
+    for order in (data, data[:2], data[1::-1]):  # client 0 against two others; one against one
         with pytest.raises(ExchangeFailed, match=r"client 0.* norm .*client 1.* norm .*same layers in the same order"):
             list(Federation(recurrent, methods.fedtan(), order).run(1))
 

@@ -24,7 +24,7 @@ from fl_bn.federation.client_round import Result
 from fl_bn.federation.engines.clients import CannotMove, Clients, Connect, InWorkers, LoaderLoop
 from fl_bn.federation.engines.vectorised import AT_ONCE, CannotVectorise, Fallback, client_rounds
 from fl_bn.federation.engines.workers import WorkerTiming, cores
-from fl_bn.federation.loaders import Loader, SeededBatches
+from fl_bn.federation.loaders import Loader, SeededBatches, described
 from fl_bn.federation.local import evaluate, unmoved
 from fl_bn.federation.network import Network
 from fl_bn.federation.policy import MEMORY
@@ -231,11 +231,8 @@ class LocalTransport(Transport):
         left_out = int(reply.metrics.get(LEFT_OUT, 0))
         if client not in self._warned and (left_out or not reply.samples):
             self._warned.add(client)
-            what, why = "gave no batch", "too few samples for one with drop_last=True, or a loader that is empty the second time"
-            if left_out:
-                batches = "a batch" if left_out == 1 else f"{left_out} batches"
-                what, why = f"left out {batches} of one sample", "it has no variance (drop_last=True)"
-            LOGGER.warning("client %s %s in round %s: %s", client, what, round, why)
+            what = f"left out batches of one sample ({left_out}), which has no variance," if left_out else "gave no batch"
+            LOGGER.warning("client %s %s in round %s. Its loader: %s", client, what, round, described(self.clients.own[client].loader))
 
     def _together(self, instruction: Instruction, clients: Sequence[int]) -> list[Reply] | None:
         """Compute replies in one vectorised program; None if it must be one by one."""
