@@ -1,6 +1,6 @@
 """A user's own method: FBN with a constant weight per round.
 
-``tests/experiment/test_options.py`` copies this file into a package.
+``tests/extension/test_additions.py`` copies this file into a package.
 """
 
 from dataclasses import dataclass
