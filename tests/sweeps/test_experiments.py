@@ -6,10 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from experiments.catalogue import FOLDER, Experiment, data_of, find, perform_program, program_of
-from experiments.cli import experiments as app
 from fl_bn.run.config import ConfigError
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.file import read
@@ -61,13 +59,6 @@ def test_a_program_is_a_function_in_a_file_beside_its_experiment_and_runs_once(t
     assert tmp_path / "out" / "report.html" in before
     perform_program(experiment, "small", "data", tmp_path / "out")
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "out").iterdir()} == before
-
-
-@listed("given", [("--run-config", "rounds=1"), ("--only", "*seed0"), ("--results", "experiments"), ("--retry",)])
-def test_options_of_sweeps_are_refused_for_a_program(given: tuple[str, ...], tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["run", "own-unseen-domain", "--variant", "small", "--output", str(tmp_path), *given])
-    assert (result.exit_code, [*tmp_path.iterdir()]) == (2, [])
-    assert f"{given[0]} can be given for sweeps" in " ".join(result.output.split())
 
 
 def test_made_data_are_made_once_and_whole(tmp_path: Path) -> None:
