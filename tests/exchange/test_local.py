@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fl_bn.federation.local import torch_seed
-from tests.exchange.cohorts import POLICIES, Key, Layer, LocalExchange, Quantity, Session, Turns, admit, dismiss, end_task
+from tests.exchange.cohorts import POLICIES, ExchangeFailed, Key, Layer, LocalExchange, Quantity, Session, Turns, admit, dismiss, end_task
 from tests.listed import listed
 
 MOMENTS = ["before", "exchange 0", "exchange 1", "after"]
@@ -125,3 +125,10 @@ def test_a_task_that_ends_without_joining_or_needs_more_exchanges_than_the_other
     results = round.run([round.client(0, exchanges=1), round.client(1, exchanges=3)])
     assert results[0] == [0.5]
     assert str(results[1]).startswith("ExchangeFailed: ")
+
+
+def test_clients_that_all_wait_for_one_that_ended_unheard_are_told_so() -> None:
+    round = Round(2)
+    with pytest.raises(ExchangeFailed):
+        Turns(2).run([lambda: [0.0], round.client(1)])
+    dismiss(round.tokens)

@@ -79,6 +79,13 @@ def test_told_something_else_than_the_others_a_client_is_left_out_by_name(case: 
     assert "another instruction" in record.clients[VICTIM - 1].refused
 
 
+def test_a_client_bounds_its_weight_by_itself() -> None:
+    """Beside a huge one, others' statistics would vanish in rounding."""
+    grid = TwoFaced(COLLECT, record(OURS + "config", **{"secagg-statistics-weight": 2**53}), [VICTIM])
+    grid.ran(max_failed=3)
+    assert ["the weight of this client's" in m.error.reason for m in grid.received if m.has_error()] == [True]
+
+
 def test_so_is_a_client_with_another_run_config() -> None:
     """Its secrets' shares take its masks out of the sum."""
     grid = TwoFaced("", one_bit, ())
