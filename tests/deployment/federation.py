@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +22,7 @@ from fl_bn.flower import run_in_process
 from fl_bn.support.flower_config import flower_config
 from fl_bn_site.commands import of_1_25
 from fl_bn_site.folders import EXCHANGE_PORTS
+from tests.deployment.tls_servers import free_ports, write_line
 
 ROOT = Path(__file__).parents[2]
 FL_BN = (sys.executable, "-m", "fl_bn.cli.main")
@@ -31,60 +30,6 @@ SMALL: dict[str, Any] = {  # a run of seconds in one process; deployed, each rou
     "model": "mlp", "clients": 3, "partition": "dirichlet", "partition-parameter": 1.0, "rounds": 3, "local-steps": 2, "evaluate-every": 3,
     "pictures": False, "wait-timeout": 120.0, "round-timeout": 120.0,
 }  # fmt: skip
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ``count`` ports that are not in use, below the range from which the kernel chooses ports of outgoing connections.
-
-    A federation opens the ports some time later. So tests that run at the same time search in different ranges.
-    """
-    ports: list[int] = []
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
-    start = 12000 + 5000 * worker + (os.getpid() * 37 + int(time.time() * 10)) % 3000
-    for port in range(start, start + 2000):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        ports.append(port)
-        if len(ports) == count:
-            return ports
-    raise RuntimeError(f"expected {count} free ports from {start} to {start + 1999}, but found {len(ports)}")
-
-
-def processes(*words: str) -> list[int]:
-    """Return the ids of the processes whose command line has all ``words``, without processes that only start or watch others."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if line and all(word in line for word in words) and "fl_bn_site.gate" not in line:
-            found.append(int(entry.parent.name))
-    return sorted(found)
-
-
-def message_processes(federation: Federation, site: str) -> list[int]:
-    """Return the ids of the processes of a site that work on a message.
-
-    In the tree of the site's ClientApp processes (base, warm, watcher), they are at least four levels deep and have no children.
-    """
-    pids = federation.find("clientapp", site)
-    parents = {pid: int(stat.rpartition(")")[2].split()[1]) for pid in pids if (stat := _stat(pid))}
-
-    def depth(pid: int) -> int:
-        return 1 + depth(parents[pid]) if pid in parents else 0
-
-    return [pid for pid in parents if depth(pid) >= 4 and pid not in parents.values()]
-
-
-def _stat(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
 
 
 def wait_until(what: str, done: Callable[[], Any], timeout: float = 60.0, pause: float = 0.1) -> Any:
@@ -96,14 +41,14 @@ def wait_until(what: str, done: Callable[[], Any], timeout: float = 60.0, pause:
     return result
 
 
-def farewell(process: subprocess.Popen[bytes]) -> None:
-    """End a SuperNode so that it says goodbye: the server takes one that is killed for online, and its key for in use, for a minute.
+def farewell(process: subprocess.Popen[bytes], how: int = signal.SIGTERM) -> None:
+    """End a program so that it says goodbye: the server takes a SuperNode that is killed for online, and its key for in use, for a minute.
 
-    One that the server refuses may not end by itself, so it is killed after ten seconds.
+    A SuperNode that the server refuses may not end by itself, so it is killed after twenty seconds.
     """
-    process.terminate()
+    process.send_signal(how)
     try:
-        process.wait(10)
+        process.wait(20)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -153,13 +98,8 @@ class Federation:
 
     def edit(self, part: str, values: Mapping[str, Any]) -> None:
         """Set keys in the TOML file of ``part``, which is ``server`` or ``sites/NAME``."""
-        file = next((self.kit / part).glob("s*.toml"))
-        text = file.read_text()
         for key, value in values.items():
-            shown = f'"{value}"' if isinstance(value, str) else str(value)
-            text, count = re.subn(rf"(?m)^{key} = .*$", f"{key} = {shown}", text)
-            assert count == 1, f"{file} has no line {key}"
-        file.write_text(text)
+            write_line(next((self.kit / part).glob("s*.toml")), key, value)
 
     def __enter__(self) -> Self:
         return self
@@ -213,13 +153,7 @@ class Federation:
         self.environment[f"sites/{site}"] = {"FL_BN_MOOD": str(self.mood(site))}
 
     def stop(self, part: str, how: int = signal.SIGTERM) -> None:
-        process = self._running.pop(part)
-        process.send_signal(how)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        farewell(self._running.pop(part), how)
 
     def log(self, part: str) -> str:
         file = self.kit / part / "start.out"
@@ -235,8 +169,14 @@ class Federation:
             "serverapp": ("flwr-serverapp", f":{self.runtime}"),
             "supernode": ("supernode.py", str(self.kit / "sites" / site)),
             "clientapp": ("fl_bn_site.apps", str(self.kit / "sites" / site)),
-        }
-        return processes(*words[program])
+        }[program]
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if all(word in line for word in words) and "fl_bn_site.gate" not in line:  # which only starts others
+                    found.append(int(entry.parent.name))
+        return sorted(found)
 
     def online(self) -> list[str]:
         """Return the sites that are online; empty if the server does not answer."""
@@ -251,20 +191,9 @@ class Federation:
         argv = [*FL_BN, "submit", str(self.kit / "server"), "--run-config", text, *options]
         return subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
-    def run(self, config: Mapping[str, Any], timeout: float = 900.0) -> str:
-        """Submit a run, wait for it, and return its output.
-
-        Raises:
-            RuntimeError: The run failed.
-        """
-        process = self.submit(config)
-        try:
-            out, _ = process.communicate(timeout=timeout)
-        finally:
-            process.kill()
-        if process.returncode:
-            raise RuntimeError(f"the run failed ({process.returncode}):\n{out}")
-        return out
+    def run(self, config: Mapping[str, Any]) -> str:
+        """Submit a run, wait until it has completed, and return its output."""
+        return ended(self.submit(config))
 
     def result(self, name: str) -> Path:
         return self.kit / "server" / "results" / name
@@ -307,14 +236,7 @@ def personal(federation: Federation, name: str) -> dict[str, Path]:
 
 
 def check_bits(federation: Federation, config: Mapping[str, Any], log: str, folder: Path) -> None:
-    """Check that a deployed run ended with the models of the same run in this process, bit for bit, and not with those of another seed.
-
-    Args:
-        federation: The federation with the three clients of ``config``.
-        config: The run's keys.
-        log: The output of the run.
-        folder: A folder for the runs in this process.
-    """
+    """Check that a run with output ``log`` ended with the models of the same run in this process, and not with those of another seed."""
     deployed, reference = federation.result(config["name"]), in_process(config, folder / "reference")
     assert log.count("3/3 clients") == config["rounds"], log
     assert differing(deployed / "model.safetensors", reference / "model.safetensors") == [], log

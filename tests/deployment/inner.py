@@ -7,8 +7,7 @@ from __future__ import annotations
 from fl_bn.checks import machine
 from fl_bn.cli.main import app
 from fl_bn.exchange.grpc.client import GrpcExchange
-from fl_bn.flower.compat import find
-from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.config import ConfigError
 from fl_bn.run.overrides import parse_overrides
 from fl_bn.support.finding import Finding
 from fl_bn.support.flower_config import Scalar, flower_config
@@ -16,17 +15,15 @@ from fl_bn_site.audit import append, files_in, lines_in
 from fl_bn_site.audit_check import check
 from fl_bn_site.certificates import read_public, write_site_key
 from fl_bn_site.commands import commands, environment, node_config
-from fl_bn_site.control import ControlError, Submitted
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder
 from fl_bn_site.kit import KitError, KitPlan, create
-from fl_bn_site.launch import complete_config, launch, with_sites
+from fl_bn_site.launch import with_sites
 from fl_bn_site.leaving import OTHER
 from fl_bn_site.membership import add_site, remove_site
 from fl_bn_site.policy import Policy, PolicyError
 from fl_bn_site.project import build, stage
-from fl_bn_site.runs import abort
 from fl_bn_site.signing import KEY, OF_SERVER, NotSigned, Submitter
 from fl_bn_site.status import status
-from fl_bn_site.submit import COMPLETED, resume, run_config, submit
+from fl_bn_site.submit import COMPLETED, run_config
 from fl_bn_site.submitters import Package, hand_out, key_file, read_key, write_submitter_key
 from fl_bn_site.verify import verify

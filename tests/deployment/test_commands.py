@@ -1,12 +1,10 @@
-"""Command lines, against the parsers of the pinned Flower; registration and submission, against its own checks and a stand-in for it."""
+"""Command lines and configs, against the parsers of the pinned Flower; what is submitted; keys that are refused."""
 
 from __future__ import annotations
 
 import io
-import json
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tomli
@@ -17,17 +15,18 @@ from flwr.cli.build import build_fab_from_disk
 from flwr.common.args import try_obtain_root_certificates, try_obtain_server_certificates
 from flwr.common.config import parse_config_args
 from flwr.server.app import _parse_args_run_superlink
+from flwr.supernode import start_client_internal
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode, _try_setup_client_authentication
 from typer.testing import CliRunner
 
 from fl_bn.cli.main import app as cli
 from fl_bn.flower.secagg.workflow import is_key
-from fl_bn_site.commands import SUPERLINK, SUPERNODE, prepare, superlink
-from fl_bn_site.control import Control, register_sites
+from fl_bn_site.commands import SUPERLINK, SUPERNODE, superlink
 from fl_bn_site.gate import Site, options
+from fl_bn_site.supernode import LOST, OVER
+from tests.deployment import tls_servers
 from tests.deployment.inner import (
     ConfigError,
-    ControlError,
     KitPlan,
     ServerFolder,
     SiteFolder,
@@ -37,78 +36,55 @@ from tests.deployment.inner import (
     flower_config,
     node_config,
     parse_overrides,
-    read_public,
     run_config,
     stage,
-    write_site_key,
 )
-from tests.listed import listed
+from tests.refusals import naming
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def kit(tmp_path: Path) -> Path:
-    """In a folder whose name shells and configs stumble over."""
-    create(KitPlan("fl.example.org", ["A", "B"], exchange_port=9195), tmp_path / "St. Mary's kit")
-    return tmp_path / "St. Mary's kit"
-
-
-@pytest.fixture
-def server(kit: Path) -> ServerFolder:
-    return ServerFolder.read(kit / "server")
-
-
-def test_flower_accepts_the_superlink(kit: Path, server: ServerFolder) -> None:
-    command, folder = superlink(server), kit / "server"
+def test_flower_accepts_the_superlink_and_the_supernode(server: ServerFolder, site: SiteFolder) -> None:
+    """With TLS, authentication, a home of its own for each, and no telemetry."""
+    command = superlink(server)
     args = _parse_args_run_superlink().parse_args(command.argv[command.argv.index(str(SUPERLINK)) + 1 :])
     assert (args.insecure, args.enable_supernode_auth, args.isolation) == (False, True, "process")
     assert (args.control_api_address, args.serverappio_api_address) == ("127.0.0.1:9093", "127.0.0.1:9091")
-    assert (args.database, args.storage_dir) == (str(folder / "state/superlink.db"), str(folder / "state/superlink-files"))
-    assert try_obtain_server_certificates(args) == tuple((folder / name).read_bytes() for name in ("ca.crt", "server.crt", "server.key"))
+    files = tuple((server.path / name).read_bytes() for name in ("ca.crt", "server.crt", "server.key"))
+    assert try_obtain_server_certificates(args) == files
 
-
-def test_flower_accepts_the_supernode_and_reads_its_node_config(kit: Path) -> None:
-    file, folder = kit / "sites/B/site.toml", kit / "sites/B"
-    file.write_text(file.read_text().replace('dataset = ""', 'dataset = "npz"').replace('data-path = ""', 'data-path = "my data.npz"'))
-    site = SiteFolder.read(folder)
+    tls_servers.write_line(site.path / "site.toml", "dataset", "npz")
+    tls_servers.write_line(site.path / "site.toml", "data-path", "my data.npz")
+    site = SiteFolder.read(site.path)
     gate, programs = options(list(commands(site)[0].argv[4:]))
-    assert gate == Site(*(folder / name for name in ("node", "policy.toml", "node/audit", "packages", "run/apps.sock")))
+    assert gate == Site(*(site.path / name for name in ("node", "policy.toml", "node/audit", "packages", "run/apps.sock")))
     supernode = programs["the SuperNode"]
     args = _parse_args_run_supernode().parse_args(supernode[supernode.index(str(SUPERNODE)) + 3 :])
-    assert (args.superlink, args.isolation, args.clientappio_api_address) == ("fl.example.org:9092", "process", "127.0.0.1:9094")
-    assert args.insecure is False
-    assert try_obtain_root_certificates(args, args.superlink) == (folder / "ca.crt").read_bytes()
-    assert _try_setup_client_authentication(args) is not None
-    expected = {"site": "B", "device": "auto", "dataset": "npz", "exchange-addresses": "fl.example.org"}
-    paths = {"state-dir": str(folder / "state"), "data-path": str(folder / "my data.npz")}
+    assert (args.superlink, args.isolation, args.clientappio_api_address) == ("fl.example.org:21092", "process", "127.0.0.1:9094")
+    assert try_obtain_root_certificates(args, args.superlink) == files[0]
+    assert (args.insecure, _try_setup_client_authentication(args) is None) == (False, False)
+    expected = {"site": "A", "device": "auto", "dataset": "npz", "exchange-addresses": "x.example.org"}
+    paths = {"state-dir": str(site.path / "state"), "data-path": str(site.path / "my data.npz")}
     assert parse_config_args([args.node_config]) == node_config(site) == expected | paths
 
-
-def test_each_role_has_its_own_flower_home_and_no_telemetry(kit: Path, server: ServerFolder) -> None:
-    prepare(server)
-    assert (kit / "server/state").stat().st_mode & 0o777 == 0o700
-    for command, state in (
-        (superlink(server), kit / "server/state"),
-        (commands(SiteFolder.read(kit / "sites/A"))[0], kit / "sites/A/node"),
-        (commands(SiteFolder.read(kit / "sites/A"))[1], kit / "sites/A/state"),
-    ):
-        told = environment(command.env)
-        assert told["FLWR_HOME"].startswith(str(state))
-        assert told["FLWR_TELEMETRY_ENABLED"] == "0"
+    for one, state in zip((command, *commands(site)), (server.state, site.path / "node", site.path / "state"), strict=True):
+        told = environment(one.env)
+        assert (Path(told["FLWR_HOME"]).is_relative_to(state), told["FLWR_TELEMETRY_ENABLED"]) == (True, "0")
         assert Path(told["PATH"].split(":")[0], "flower-superexec").exists(), "Flower starts it by name"
 
 
-def test_configs_come_back_as_they_were() -> None:
+def test_the_supernode_ends_at_what_flower_says() -> None:
+    said = Path(start_client_internal.__file__).read_text()
+    assert (LOST in said, OVER in said) == (True, True)
+
+
+def test_configs_come_back_as_they_were_or_are_refused() -> None:
     values = dict(enumerate([1, 0.5, 1e-9, True, "St. Mary's", 'say "a"', "", "k=v w='1'", r"back\slash", "äß"]))
     config = {f"key-{place}": value for place, value in values.items()}
     assert parse_config_args([flower_config(config)]) == parse_overrides(flower_config(config)) == config
-
-
-@listed("value", ["both \" and '", "\\ and '", "two\nlines"])
-def test_configs_refuse_what_they_would_change(value: str) -> None:
-    with pytest.raises(ValueError, match="key"):
-        flower_config({"key": value})
+    for value in ("both \" and '", "\\ and '", "two\nlines"):  # what they would change
+        with naming("key"):
+            flower_config({"key": value})
 
 
 def test_what_is_submitted_is_what_flower_would_send_without_environments_and_kits(tmp_path: Path) -> None:
@@ -134,43 +110,12 @@ def test_what_is_sent_of_this_project_has_no_tests_and_says_of_which_commit_it_i
     assert not (ROOT / "fl_bn/commit.toml").exists(), "the checkout itself is left alone"
 
 
-def test_run_config_follows_from_the_folder_and_the_user_wins(kit: Path, server: ServerFolder) -> None:
+def test_run_config_follows_from_the_folder_and_the_user_wins(server: ServerFolder) -> None:
     config = run_config(server, "method='fedtan' rounds=2")
-    assert (config["clients"], config["output"], config["method"], config["rounds"]) == (2, str(kit / "server/results"), "fedtan", 2)
+    assert (config["clients"], config["output"], config["method"], config["rounds"]) == (2, str(server.results), "fedtan", 2)
     for wrong in ("method='hbm'", "round=2", "rounds"):
         with pytest.raises(ConfigError):
             run_config(server, wrong)
-
-
-def test_registration_waits_for_the_superlink_and_may_be_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: ServerFolder
-) -> None:
-    away = ControlError("the SuperLink at 127.0.0.1:9093 is unavailable")
-    former = tmp_path / "former.pub"
-    write_site_key(former.with_suffix(".key"), former, "former")
-    (server.path / "sites/former").mkdir()
-    (server.path / "sites/former/C.pub.20261122T101112").write_bytes(former.read_bytes())
-    known = {"B": 4, "former": 6}
-    keys = {"B": server.public_key("B"), "former": former}
-    server.state.mkdir()
-    server.keys_file.write_text(json.dumps({read_public(keys[name]).hex(): node for name, node in known.items()}))
-    nodes = [{"node-id": str(node), "status": "online", "offline-at": "N/A"} for node in (4, 5, 6)]
-    asked: list[tuple[str, ...]] = []
-
-    def ask(control: Control, *words: str) -> dict[str, Any]:
-        asked.append(words)
-        if len(asked) in (1, 6):
-            raise away
-        return {"nodes": nodes, "node-id": 7}
-
-    monkeypatch.setattr(Control, "ask", ask)
-    out = "shut out: no site of server.toml has this key"
-    expected = [("a key of no site", out), ("C", out), ("A", "registered"), ("B", "was registered already")]
-    assert list(register_sites(server, wait=30)) == expected
-    assert [words[1:3] for words in asked[2:]] == [("unregister", "5"), ("unregister", "6"), ("register", str(server.public_key("A")))]
-    assert json.loads(server.nodes_file.read_text()) == {"A": 7, "B": 4}
-    with pytest.raises(ControlError):
-        list(register_sites(server, wait=-1))
 
 
 def rsa(path: Path) -> None:
@@ -178,15 +123,11 @@ def rsa(path: Path) -> None:
     path.write_bytes(public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
 
 
-@listed("breaks", [Path.unlink, lambda path: path.write_text("ecdsa-sha2-nistp384 garbled"), rsa], ids=["missing", "garbled", "rsa"])
-def test_a_key_that_cannot_be_read_is_named_at_once(tmp_path: Path, breaks: Any) -> None:
-    create(KitPlan("fl.example.org", ["A", "B"]), tmp_path / "kit")
-    server = ServerFolder.read(tmp_path / "kit/server")
-    breaks(server.public_key("B"))
-    with pytest.raises(ControlError, match=r"sites/B\.pub"):
-        list(register_sites(server))
-    shown = CliRunner().invoke(cli, ["register", str(server.path)])
-    assert (shown.exit_code, "sites/B.pub: " in shown.output) == (1, True), shown.output
+def test_a_key_that_cannot_be_read_is_named_at_once(server: ServerFolder) -> None:
+    for breaks in (rsa, lambda path: path.write_text("ecdsa-sha2-nistp384 garbled"), Path.unlink):
+        breaks(server.public_key("B"))
+        shown = CliRunner().invoke(cli, ["register", str(server.path)])
+        assert (shown.exit_code, "sites/B.pub: " in shown.output) == (1, True), shown.output
 
 
 def test_a_key_on_a_binary_curve_is_refused() -> None:

@@ -22,7 +22,7 @@ def federation() -> Iterator[DockerFederation]:
     if reason := no_docker():
         pytest.skip(f"docker-compose.yml is not started: {reason}")
     with DockerFederation() as federation:
-        federation.build()
+        federation.compose("build", "kit", timeout=1800)
         federation.up()
         yield federation
 
@@ -39,9 +39,7 @@ def test_the_model_is_that_of_one_process(federation: DockerFederation, method: 
 
 def test_a_failed_run_is_an_exit_code(federation: DockerFederation) -> None:
     """A learning rate that no run survives."""
-    process = federation.start_run(f"method='fedavg' {QUICK} learning-rate=1e30 max-failed-rounds=1 name='fails'")
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode == 1, said
+    federation.run(f"method='fedavg' {QUICK} learning-rate=1e30 max-failed-rounds=1 name='fails'", code=1)
 
 
 def test_everything_runs_without_privileges(federation: DockerFederation) -> None:
@@ -54,15 +52,13 @@ def test_everything_runs_without_privileges(federation: DockerFederation) -> Non
 
 
 def reaches(federation: DockerFederation, service: str, host: str, port: int) -> bool:
-    return "connected" in federation.inside(service, "python", "-c", CONNECT, host, str(port), check=False)
+    return "connected" in federation.inside(service, "python", "-c", CONNECT, host, str(port), code=None)
 
 
 def address(federation: DockerFederation, service: str, network: str) -> str:
     """A container's own address in a network, as an intruder would find it by scanning."""
-    key = federation.network(network)
-    return command(
-        "docker", "inspect", "--format", f'{{{{(index .NetworkSettings.Networks "{key}").IPAddress}}}}', federation.container(service)
-    ).strip()
+    found = f'{{{{(index .NetworkSettings.Networks "{federation.project}_{network}").IPAddress}}}}'
+    return command("docker", "inspect", "--format", found, federation.container(service)).strip()
 
 
 def test_sites_reach_what_they_need_and_nothing_else(federation: DockerFederation) -> None:
@@ -81,8 +77,8 @@ def test_sites_reach_what_they_need_and_nothing_else(federation: DockerFederatio
 
 def test_nobody_sees_another_s_key(federation: DockerFederation) -> None:
     def keys(service: str) -> list[str]:
-        found = federation.inside(service, "find", "/", "-xdev", "-name", "*.key", check=False)
-        mounted = federation.inside(service, "find", "/kit", "/state", "-name", "*.key", check=False)
+        found = federation.inside(service, "find", "/", "-xdev", "-name", "*.key", code=None)
+        mounted = federation.inside(service, "find", "/kit", "/state", "-name", "*.key", code=None)
         return sorted({line for line in (found + mounted).splitlines() if line.endswith(".key")})
 
     assert keys("supernode-1") == ["/kit/site/site.key"]

@@ -4,41 +4,40 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
-import random
 import signal
 import socket
 import sqlite3
 import subprocess
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fl_bn.exchange.call import ExchangeFailed
-from fl_bn_site.audit_report import Report, chosen, report_of
+from fl_bn.support.flower_config import flower_config
+from fl_bn_site.audit_report import chosen, report_of
 from fl_bn_site.commands import of_1_25, program
 from fl_bn_site.submitters import trust
 from tests.deployment.federation import (
+    FL_BN,
+    ROOT,
     SMALL,
     Federation,
     check_bits,
     differing,
     ended,
     farewell,
-    free_ports,
     in_process,
-    message_processes,
     rounds_of,
     wait_until,
 )
 from tests.deployment.inner import (
     OTHER,
-    GrpcExchange,
     KitPlan,
     Package,
     ServerFolder,
@@ -52,7 +51,7 @@ from tests.deployment.inner import (
     write_site_key,
     write_submitter_key,
 )
-from tools.deployment.outcomes import Case
+from tests.deployment.tls_servers import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 WAIT = 30.0  # seconds for a stranger to be let in
@@ -99,26 +98,21 @@ def log_of(federation: Federation, site: str) -> Path:
     return SiteFolder.read(federation.kit / "sites" / site).audit_log
 
 
-def by_section(report: Report) -> dict[str, list[int]]:
+def sums(rows: Iterable[tuple[str, int, int, int]]) -> dict[str, list[int]]:
     """Section -> answers, bytes, fewest samples (0: unknown)."""
     found: dict[str, list[int]] = {}
-    for (_, _, _, section), total in report.totals.items():
+    for section, answers, nbytes, samples in rows:
         one = found.setdefault(section, [0, 0, 0])
-        one[0], one[1] = one[0] + total.answers, one[1] + total.nbytes
-        one[2] = min(filter(None, (one[2], total.smallest)), default=0)
+        one[:] = one[0] + answers, one[1] + nbytes, min(filter(None, (one[2], samples)), default=0)
     return found
 
 
-def disclosed(file: Path, site: str) -> dict[str, list[int]]:
-    """The same of the server's report. An exchange counts by its vectors, of which each is a line of the site's log."""
-    found: dict[str, list[int]] = {}
+def disclosed(file: Path, site: str) -> Iterator[tuple[str, int, int, int]]:
+    """The rows of the server's report. An exchange counts by its vectors, of which each is a line of the site's log."""
     for row in csv.DictReader(file.read_text().splitlines()):
         if row["site"] == site:
-            one = found.setdefault(row["section"], [0, 0, 0])
-            one[0] += int(row["messages"]) * (int(row["tensors"]) if row["section"] == "exchange" else 1)
-            one[1] += int(row["bytes"])
-            one[2] = min(filter(None, (one[2], int(row["smallest-samples"] or 0))), default=0)
-    return found
+            answers = int(row["messages"]) * (int(row["tensors"]) if row["section"] == "exchange" else 1)
+            yield row["section"], answers, int(row["bytes"]), int(row["smallest-samples"] or 0)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -133,10 +127,11 @@ def test_a_deployed_run_has_the_bits_of_one_process_and_sites_log_what_the_serve
     sent = 0
     for site in federation.sites:
         entries = list(chosen(log_of(federation, site), name))
-        counted = by_section(report_of(entries))
+        totals = report_of(entries).totals.items()
+        counted = sums((section, total.answers, total.nbytes, total.smallest) for (*_, section), total in totals)
         assert counted.pop(OTHER)[0] > 0
         assert counted.pop("nothing", [0, 0, 0])[1] == 0
-        server = disclosed(federation.result(name) / "disclosure.csv", site)
+        server = sums(disclosed(federation.result(name) / "disclosure.csv", site))
         if name == "hbn":  # an exchange that only measures: its vectors do not say of how many samples they are
             assert (counted["exchange"][2], server["exchange"][2] > 8) == (0, True)
             server["exchange"][2] = 0
@@ -215,6 +210,66 @@ def test_what_the_code_of_a_removed_submitter_has_left_is_not_run(federation: Fe
     assert codes(federation, "afterwards") == {(site, "submitter", package.code) for site in federation.sites}
 
 
+# What people submit
+
+
+def test_an_own_app_exchanges_over_tls_and_its_run_ends_where_too_few_sites_let_it_in(federation: Federation, own_app: Path) -> None:
+    """FedTAN's clients exchange vectors with the server layer by layer."""
+    server, client = own_app / "myapp/server_app.py", own_app / "myapp/client_app.py"
+    server.write_text(server.read_text().replace("import FBN", "import FedTAN").replace("FBN(Net())", "FedTAN(Net())"))
+    client.write_text(client.read_text().replace("fbn", "fedtan"))
+    out = ended(federation.submit("num-server-rounds=1 local-epochs=1 name='own'", "--app", str(own_app)))
+    assert f"exchange: listening on 127.0.0.1:{federation.exchange} (TLS)" in out
+    assert ("3/3 clients" in out, "goes on with replay" in out) == (True, False), out
+    run = next(run for run in json.loads(federation.command("status", "--json"))["runs"] if run["name"] == "own")
+    assert (run["round"], run["rounds"], run["accepted"], run["note"]) == (1, 1, 3, "")
+    assert (run["loss"] is not None, 0 <= run["value"] <= 1) == (True, True)
+    sent = [line.values for line in lines_in(log_of(federation, "a"))]
+    assert any(line and line["message"] == "exchange" and line["name"] == "own" for line in sent), "vectors went over the exchange"
+
+    policies = [SiteFolder.read(federation.kit / "sites" / site).policy for site in "bc"]
+    before = policies[0].read_text()
+    for policy in policies:
+        policy.write_text('allow-code = "installed"\n')
+    try:
+        out = ended(federation.submit("num-server-rounds=1 name='refused'", "--app", str(own_app)), 1)
+    finally:
+        for policy in policies:
+            policy.write_text(before)
+    assert "site b is refused: its policy refuses the run: this site's policy has allow-code = installed" in out
+    (line,) = json.loads(federation.command("audit", "--run", "refused", "--json", part="sites/b"))["refused"]
+    assert (line["message"], line["decision"], "allow-code = installed" in line["reason"]) == ("query.hello", "refused", True)
+
+
+def test_a_run_that_was_signed_elsewhere_is_watched_and_ended_and_not_changed(federation: Federation, tmp_path: Path) -> None:
+    """By a key with a passphrase. And no other run gets its name."""
+    key, file, own = tmp_path / "alice.key", tmp_path / "run", federation.kit / "submitters/submitter/submitter.key"
+    subprocess.run(["openssl", "pkey", "-aes256", "-passout", "pass:two words", "-in", str(own), "-out", str(key)], check=True)
+    config = flower_config({**SMALL, "method": "fedavg", "rounds": 200, "checkpoint-every": 1, "name": "mine"})
+    words = ["--run-config", config, "--sign-only", str(file), "--key", str(key)]
+    for typed, code in (("another", 2), ("two words", 0)):
+        argv = [*FL_BN, "submit", str(federation.kit / "server"), *words]
+        done = subprocess.run(argv, cwd=ROOT, input=f"{typed}\n", text=True, capture_output=True, start_new_session=True, check=False)
+        assert done.returncode == code, done.stdout + done.stderr
+    process = federation.submit("", "--signed", str(file))
+    wait_until("round 1", lambda: rounds_of(federation, "mine") >= 1, 300)
+    shown = federation.command("status")
+    assert [word for word in ("mine", "running", "/200", "3/3", "online") if word not in shown] == [], shown
+    assert "another run here is called mine" in federation.command("submit", "--signed", str(file), code=2)
+    assert "mine is stopped; resume it from its checkpoint after round" in federation.command("abort", "mine")
+    ended(process, 1)
+    assert "mine had ended already: stopped" in federation.command("abort", "mine")
+    federation.command("abort", "nobody", code=2)
+    stored = federation.result("mine") / "config.toml"
+    stored.write_text(stored.read_text().replace("a,b,c", "a,b,gone"))
+    assert "gone" in federation.command("resume", "mine", code=2), "a site that is no longer there"
+
+    content = json.loads(file.read_text())
+    content["config"] |= {"rounds": 1, "name": "changed"}
+    file.write_text(json.dumps(content))
+    assert "is for another package or run config" in ended(federation.submit("", "--signed", str(file)), 1)
+
+
 # Strangers
 
 
@@ -272,6 +327,7 @@ def test_a_site_that_claims_another_s_place_is_refused_by_its_key(federation: Fe
 
 def test_ports_of_the_server_s_own_machine_are_closed_to_others_and_none_speaks_plaintext(federation: Federation) -> None:
     """127.0.0.2 is this machine, too, but an address that only a program which listens on all of them answers."""
+    assert (federation.kit / "server/state").stat().st_mode & 0o777 == 0o700
     for port in (federation.control, federation.runtime):
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
         with pytest.raises(ConnectionRefusedError):
@@ -284,47 +340,7 @@ def test_ports_of_the_server_s_own_machine_are_closed_to_others_and_none_speaks_
                 assert plain.recv(9)[:3] in (b"", b"\x15\x03\x01", b"\x15\x03\x03"), "nothing, or an alert of TLS"
 
 
-def test_a_join_without_token_is_refused_and_harms_nobody(federation: Federation, tmp_path: Path) -> None:
-    config: dict[str, Any] = {**SMALL, "method": "fedtan", "name": "strangers", "rounds": 2}
-    before = federation.log("server").count("exchange: listening")
-    process = federation.submit(config)
-    wait_until("the exchange", lambda: federation.log("server").count("exchange: listening") > before, 180)
-    ca = (federation.kit / "server/ca.crt").read_bytes()
-    for token in ("", "0" * 32):
-        with pytest.raises(ExchangeFailed):
-            GrpcExchange(f"127.0.0.1:{federation.exchange}", token, 4, ca, 20.0, 20.0)
-    ended(process)
-    reference = in_process(config, tmp_path / "reference")
-    assert differing(federation.result("strangers") / "model.safetensors", reference / "model.safetensors") == []
-
-
 # What dies
-
-
-@pytest.mark.nightly
-def test_a_message_whose_process_is_killed_is_done_again(federation: Federation, tmp_path: Path) -> None:
-    """The server is told why, and asks once more, within seconds."""
-    case = Case(federation, tmp_path, "killed", 0, random.Random(0))
-    config = {**SMALL, **case.data, "method": "fedavg", "rounds": 4, "evaluate-every": 4, "name": "killed", "round-timeout": 300.0}
-    process = federation.submit({**config, "dataset": "tools.deployment.moody:load"})
-    wait_until("round 1", lambda: rounds_of(federation, "killed") >= 1, 300)
-    federation.mood("b").write_text("hang")
-    (pid,) = wait_until("a message hangs at b", lambda: hanging(federation, "b"), 300)
-    federation.mood("b").write_text("")
-    os.kill(pid, signal.SIGKILL)
-    begin, why = time.monotonic(), "site b: its process was killed by SIGKILL; it is asked again"
-    wait_until("the server is told", lambda: why in federation.log("server"), 200)
-    print(f"told after {time.monotonic() - begin:.1f} s")
-    assert ended(process).count("3/3 clients") == 4
-    reference = in_process(config, tmp_path / "reference")
-    assert differing(federation.result("killed") / "model.safetensors", reference / "model.safetensors") == []
-
-
-def hanging(federation: Federation, site: str) -> list[int]:
-    """The processes that have worked on a message for three seconds."""
-    before = message_processes(federation, site)
-    time.sleep(3)
-    return [pid for pid in message_processes(federation, site) if pid in before]
 
 
 def test_a_run_goes_on_after_the_server_s_death(federation: Federation, tmp_path: Path) -> None:

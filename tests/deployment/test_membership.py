@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import ssl
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from typer.testing import CliRunner
 from fl_bn_site import certificates
 from fl_bn_site.certificates import names_in, public_half, read_certificate
 from fl_bn_site.membership import check_expiry, former_owner, renew_server, renew_site, replace_authority
+from tests.deployment.conftest import PLAN
 from tests.deployment.inner import (
     FolderError,
     KitError,
@@ -28,20 +27,9 @@ from tests.deployment.inner import (
     remove_site,
     write_site_key,
 )
-from tests.deployment.test_kit import PLAN, failures, handshake
-from tests.deployment.tls_servers import reissue
-from tests.listed import listed
-
-
-@pytest.fixture
-def kit(tmp_path: Path) -> Path:
-    create(PLAN, tmp_path / "kit")
-    return tmp_path / "kit"
-
-
-@pytest.fixture
-def server(kit: Path) -> ServerFolder:
-    return ServerFolder.read(kit / "server")
+from tests.deployment.test_kit import failures
+from tests.deployment.tls_servers import accepts, reissue
+from tests.refusals import naming
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -71,31 +59,26 @@ def test_a_site_may_make_its_key_itself(kit: Path, server: ServerFolder, tmp_pat
     assert not (kit / "sites/east").exists()
 
 
-@listed(
-    "change",
-    [
-        lambda server, kit: add_site(server, "a", None, kit / "sites/east"),
-        lambda server, kit: add_site(server, "../x", None, kit / "sites/east"),
-        lambda server, kit: add_site(server, "east", kit / "sites/A/site.pub", kit / "sites/east"),
-        lambda server, kit: add_site(server, "east", kit / "sites/A/site.key", kit / "sites/east"),
-        lambda server, kit: add_site(server, "east", kit / "nowhere.pub", kit / "sites/east"),
-        lambda server, kit: add_site(server, "east", None, kit / "sites/B"),
-        lambda server, kit: remove_site(server, "C"),
-        lambda server, kit: renew_site(server, "A", kit / "nowhere.pub", kit / "sites/A"),
-        lambda server, kit: renew_site(server, "A", kit / "sites/B/site.key", kit / "sites/A"),
-        lambda server, kit: renew_site(server, "A", kit / "sites/B/site.pub", kit / "sites/A"),
-        lambda server, kit: renew_site(server, "C", None, kit / "sites/A"),
-        lambda server, kit: renew_server(server, other(kit), 400),
-        lambda server, kit: renew_server(server, kit / "nowhere", 400),
-    ],
-    ids=[str(number) for number in range(13)],
-)
-def test_what_cannot_be_changed_leaves_all_as_it_was(tmp_path: Path, change: Callable[[ServerFolder, Path], object]) -> None:
-    create(PLAN, tmp_path / "kit")
-    before = contents(tmp_path / "kit")
-    with pytest.raises(KitError):
-        change(ServerFolder.read(tmp_path / "kit/server"), tmp_path / "kit")
-    assert contents(tmp_path / "kit") == before
+CHANGES: list[Callable[[ServerFolder, Path], object]] = [
+    lambda server, kit: add_site(server, "a", None, kit / "sites/east"),
+    lambda server, kit: add_site(server, "../x", None, kit / "sites/east"),
+    lambda server, kit: add_site(server, "east", kit / "sites/A/site.pub", kit / "sites/east"),
+    lambda server, kit: add_site(server, "east", kit / "sites/A/site.key", kit / "sites/east"),
+    lambda server, kit: add_site(server, "east", None, kit / "sites/B"),
+    lambda server, kit: remove_site(server, "C"),
+    lambda server, kit: renew_site(server, "A", kit / "sites/B/site.pub", kit / "sites/A"),
+    lambda server, kit: renew_site(server, "C", None, kit / "sites/A"),
+    lambda server, kit: renew_server(server, other(kit), 400),
+    lambda server, kit: renew_server(server, kit / "nowhere", 400),
+]
+
+
+def test_what_cannot_be_changed_leaves_all_as_it_was(kit: Path, server: ServerFolder) -> None:
+    before = contents(kit)
+    for change in CHANGES:
+        with pytest.raises(KitError):
+            change(server, kit)
+        assert contents(kit) == before
 
 
 def other(kit: Path) -> Path:
@@ -104,79 +87,52 @@ def other(kit: Path) -> Path:
     return kit.parent / "other/authority"
 
 
-def test_a_site_that_goes_is_out_and_its_key_is_kept_as_a_former_one(kit: Path, server: ServerFolder) -> None:
-    key = read_public(server.public_key("A"))
+def test_the_key_of_a_site_that_goes_or_is_renewed_is_kept_as_a_former_one(kit: Path, server: ServerFolder) -> None:
+    key, old, site = read_public(server.public_key("A")), read_public(server.public_key("B")), contents(kit / "sites/A")
+    renew_site(server, "B", None, kit / "sites/B")
+    assert read_public(server.public_key("B")) == public_half(kit / "sites/B/site.key") != old
+    assert failures(kit) == []
+    assert contents(kit / "sites/A") == site
     changed = remove_site(server, "A")
-    assert changed.sites == ("B",)
-    assert not server.public_key("A").exists()
-    assert former_owner(changed, key) == "A"
-    assert former_owner(changed, read_public(server.public_key("B"))) == ""
+    assert (changed.sites, server.public_key("A").exists()) == (("B",), False)
+    assert [former_owner(changed, of) for of in (key, old, read_public(server.public_key("B")))] == ["A", "B", ""]
     assert failures(kit) == []
     with pytest.raises(KitError):
         remove_site(changed, "B")
-
-
-def test_a_renewed_certificate_is_for_the_same_names_and_reaches_no_site(kit: Path, server: ServerFolder) -> None:
-    sites, old = contents(kit / "sites"), read_certificate(server.certificate)
-    former = renew_server(server, kit / "authority", 400)
-    new = read_certificate(server.certificate)
-    assert names_in(new) == names_in(old)
-    assert new.serial_number != old.serial_number
-    assert (new.not_valid_after_utc - datetime.now(UTC)).days in (399, 400)
-    assert failures(kit) == []
-    assert contents(kit / "sites") == sites
-    assert sorted(path.name.partition(".2")[0] for path in former.iterdir()) == ["server.crt", "server.key"]
-    assert all(path.stat().st_mode & 0o077 == 0 for path in [former, *former.glob("*.key.*")])
-
-
-def accepts(site: Path, server: Path) -> bool:
-    try:
-        handshake(server, site / "ca.crt", "localhost")
-    except ssl.SSLCertVerificationError:
-        return False
-    return True
 
 
 def test_a_stolen_server_key_is_worth_nothing_once_the_authority_is_new(kit: Path, server: ServerFolder, tmp_path: Path) -> None:
     thief, signed = tmp_path / "thief", tmp_path / "signed with the stolen authority"
     shutil.copytree(server.path, thief)
     signed.mkdir()
-    old = certificates.Identity(read_certificate(kit / "authority/ca.crt"), private_key(kit / "authority/ca.key"))
+    private: Any = load_pem_private_key((kit / "authority/ca.key").read_bytes(), None)
+    old = certificates.Identity(read_certificate(kit / "authority/ca.crt"), private)
     certificates.make_server(old, ["localhost"], 400).write(signed / "server.crt", signed / "server.key")
     names, site = names_in(read_certificate(server.certificate)), kit / "sites/A"
     assert accepts(site, thief)
     assert accepts(site, signed)
-    renew_server(server, kit / "authority", 90)
+    sites, certificate = contents(kit / "sites"), read_certificate(server.certificate)
+    former = renew_server(server, kit / "authority", 90)
+    assert read_certificate(server.certificate).serial_number != certificate.serial_number
+    assert contents(kit / "sites") == sites, "sites need no new files"
+    assert all(path.stat().st_mode & 0o077 == 0 for path in [former, *former.glob("*.key.*")])
     assert accepts(site, thief), "control: a renewed certificate alone does not end the former one"
 
     (kit / "sites/B/site.toml").unlink()  # its folder was handed over, and is no longer here
-    former = (kit / "sites/B/ca.crt").read_bytes()
+    theirs = (kit / "sites/B/ca.crt").read_bytes()
     assert replace_authority(server, kit / "authority", 90) == [kit / "sites/A/ca.crt"]
     assert not accepts(site, thief)
     assert not accepts(site, signed)
     assert accepts(site, server.path)
-    assert (kit / "sites/B/ca.crt").read_bytes() == former
+    assert (kit / "sites/B/ca.crt").read_bytes() == theirs
     assert names_in(read_certificate(server.certificate)) == names
     assert (kit / "authority/ca.key").stat().st_mode & 0o077 == 0
     assert [line for line in failures(kit) if "sites/B" not in line] == []
 
 
-def private_key(path: Path) -> Any:
-    return load_pem_private_key(path.read_bytes(), None)
-
-
-def test_a_renewed_site_has_another_key(kit: Path, server: ServerFolder) -> None:
-    old, other = read_public(server.public_key("A")), contents(kit / "sites/B")
-    renew_site(server, "A", None, kit / "sites/A")
-    assert read_public(server.public_key("A")) == public_half(kit / "sites/A/site.key") != old
-    assert former_owner(server, old) == "A"
-    assert failures(kit) == []
-    assert contents(kit / "sites/B") == other
-
-
 def test_start_refuses_an_expired_certificate_and_says_what_renews_it(kit: Path, server: ServerFolder) -> None:
     reissue(kit, ["localhost"], begins=-100, ends=-10)
-    with pytest.raises(FolderError, match="fl-bn kit renew"):
+    with naming("fl-bn kit renew", FolderError):
         check_expiry(server)
     assert check_expiry(SiteFolder.read(kit / "sites/A")) == ""  # the authority outlives it
     started = CliRunner().invoke(app, ["start", str(server.path)])

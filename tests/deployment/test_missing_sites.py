@@ -38,6 +38,7 @@ def test_a_run_goes_on_without_sites_that_are_missing_or_ends_at_once_with_their
         summary = (federation.result("three") / "summary.md").read_text()
         assert all(f"took no part: site {site}: " in summary for site in "efg"), summary
 
+        assert "has no site z" in federation.command("submit", "--sites", "a,z", code=2)
         begin = time.monotonic()
         out = ended(federation.submit({**RUN, "name": "all", "rounds": 2}), 1)
         offline = time.monotonic() - begin

@@ -8,6 +8,8 @@ import subprocess
 import threading
 import zipfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from fl_bn_site.signing import AHEAD, LASTS, Accepted, check, fingerprint, read_
 from fl_bn_site.submitters import public_line
 from tests.deployment.inner import KEY, OF_SERVER, NotSigned, Package, Submitter, flower_config, read_key
 from tests.listed import listed
+from tests.refusals import naming
 
 MINE, OTHER = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
 ALICE = Submitter("alice", MINE.public_key().public_bytes_raw())
@@ -31,19 +34,12 @@ def signed(private: Ed25519PrivateKey = MINE, code: str = CODE, config: Mapping[
     return {**config, KEY: sign(private, code, config, now)}
 
 
-def test_a_signature_says_who_signed_which_run() -> None:
-    config = signed()
-    found = check(CODE, config, [BOB, ALICE], NOW)
-    assert (found.submitter, found.at) == (ALICE, NOW)
-    assert found.nonce != check(CODE, signed(), [ALICE], NOW).nonce, "two runs alike are two runs"
-
-
 BOB = Submitter("bob", OTHER.public_key().public_bytes_raw())
 CHANGES: dict[str, dict[str, Any]] = {  # what a server may do to a signed run: code, config, the part of the signature, or the time
     "another package": {"code": "c0de" * 15 + "c0df"},
     **{f"{name} = {value!r}": {"config": {name: value}} for name, value in (
         ("method", "fbn"), ("method", "HBN"), ("method", "hbn "), ("rounds", 4), ("rounds", 3.0), ("rounds", "3"), ("rounds", True),
-        ("learning-rate", 0.2), ("learning-rate", "0.1"), ("pictures", 0), ("dataset", "os:system"), ("seed", 0),
+        ("learning-rate", 0.2), ("dataset", "os:system"), ("seed", 0),
         *((name, None) for name in CONFIG if name not in OF_SERVER),
     )},
     **{f"part {place} = {value}": {"part": (place, value)} for place, value in (
@@ -72,7 +68,9 @@ def test_whatever_is_changed_in_a_signed_run_is_noticed(change: dict[str, Any]) 
 def test_what_the_server_fills_in_and_clocks_that_agree_to_a_day_are_no_change() -> None:
     config = signed() | dict.fromkeys(OF_SERVER, "whatever it is when the run starts")
     for now in (NOW - AHEAD, NOW, NOW + LASTS):
-        assert check(CODE, config, [BOB, ALICE], now).submitter == ALICE
+        found = check(CODE, config, [BOB, ALICE], now)
+        assert (found.submitter, found.at) == (ALICE, NOW)
+    assert found.nonce != check(CODE, signed(), [ALICE], NOW).nonce, "two runs alike are two runs"
     for form in (f"{signed()[KEY]}\n", signed()[KEY].upper()):
         with pytest.raises(NotSigned):
             check(CODE, {**CONFIG, KEY: form}, [ALICE], NOW)
@@ -94,12 +92,9 @@ def test_keys_are_openssh_s(tmp_path: Path) -> None:
     assert fingerprint(public.key) == shown.split()[1]
     assert read_key(tmp_path / "key").public_key().public_bytes_raw() == public.key
     assert read_submitter("bob", public_line(public)) == public
-
-
-@listed("line", ["", "ssh-ed25519", "ssh-ed25519 AAAA", "ssh-ed25519 ????", "ssh-rsa AAAAC3NzaC1lZDI1NTE5", public_line(ALICE)[:-20]])
-def test_another_key_is_no_submitter_s(line: str) -> None:
-    with pytest.raises(ValueError, match="bob"):
-        read_submitter("bob", line)
+    for line in ("", "ssh-ed25519", "ssh-ed25519 ????", "ssh-rsa AAAAC3NzaC1lZDI1NTE5", public_line(ALICE)[:-20]):
+        with naming("bob"):
+            read_submitter("bob", line)
 
 
 # No signature serves twice
@@ -121,25 +116,18 @@ def test_a_signature_serves_for_one_run_also_after_a_restart(tmp_path: Path) -> 
         accepted.admit(7, one, CODE)
 
 
-def test_of_two_runs_that_come_at_once_one_is_let_in(tmp_path: Path) -> None:
-    one, outcomes, gate = check(CODE, signed(), [ALICE], NOW), [], threading.Barrier(8)
+def test_of_runs_that_come_at_once_one_is_let_in(tmp_path: Path) -> None:
+    one, gate = check(CODE, signed(), [ALICE], NOW), threading.Barrier(8)
 
-    def comes(run: int) -> None:
+    def comes(run: int) -> bool:
         gate.wait()
-        try:
-            Accepted(tmp_path / f"{run % 2}" / ".." / "accepted").admit(run, one, CODE)
-            outcomes.append(run)
-        except NotSigned:
-            pass
+        with suppress(NotSigned):
+            Accepted(tmp_path / "accepted").admit(run, one, CODE)
+            return True
+        return False
 
-    for place in "01":
-        (tmp_path / place).mkdir()
-    threads = [threading.Thread(target=comes, args=(run,)) for run in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(outcomes) == 1
+    with ThreadPoolExecutor(8) as threads:
+        assert sum(threads.map(comes, range(8))) == 1
 
 
 def package_of(files: Mapping[str, str]) -> bytes:

@@ -1,33 +1,18 @@
-"""The supervisor, with small programs in Flower's place; and the SuperNode's shorter pauses."""
+"""The supervisor, with small programs in Flower's place."""
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from fl_bn_site import supernode
 from fl_bn_site.commands import Command
 from fl_bn_site.supervisor import AlreadyRunning, Program, supervise
-
-
-def lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
-
-
-def until(true: Callable[[], object], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.02)
+from tests.deployment.federation import wait_until
 
 
 def running(pid: int) -> bool:
@@ -66,37 +51,13 @@ def test_programs_and_what_they_started_die_with_a_supervisor_that_is_ended_or_k
     for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
         pids.unlink(missing_ok=True)
         with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL) as supervisor:
-            until(lambda: lines(pids), 60)
-            program, child = (int(pid) for pid in lines(pids)[0].split())
+            wait_until("the program runs", lambda: pids.exists() and pids.read_text().endswith("\n"))
+            program, child = map(int, pids.read_text().split())
             assert running(program)
             with pytest.raises(AlreadyRunning):
                 supervise([], tmp_path)
             end(supervisor)
-        until(lambda program=program: not running(program), 10)  # type: ignore[misc]
+        wait_until("the program has ended", lambda program=program: not running(program), 10)  # type: ignore[misc]
         if running(child):  # the supervisor was killed: the service manager ends what is left
             os.kill(child, 9)
             assert end is subprocess.Popen.kill
-
-
-def test_the_supernode_s_pauses_are_short_while_messages_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept = list[float]()
-    monkeypatch.setattr(time, "sleep", slept.append)
-    pauses = supernode.Pauses(0.5)
-    for seconds in (3.0, 0.5, 3.0):
-        pauses.sleep(seconds)
-    assert slept == [3.0, 0.1, 0.5]
-
-
-def test_a_supernode_whose_message_is_lost_or_whose_run_is_over_ends() -> None:
-    """With Flower's own words, in 1.25."""
-    ended = list[int]()
-    before = signal.signal(signal.SIGTERM, lambda number, frame: ended.append(number))
-    said = (
-        "Failed to receive message %s: %s",
-        "Run ID %s is not in `RUNNING` status. Ignoring message %s.",
-        "Run ID %s is not in `RUNNING` status. Ignoring reply message %s.",
-    )
-    for message in said:
-        assert supernode.end_when_lost(logging.LogRecord("flwr", 20, "", 0, message, ("a", "b"), None), ended.append)
-    signal.signal(signal.SIGTERM, before)
-    assert ended == [1, signal.SIGTERM]

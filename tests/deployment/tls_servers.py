@@ -1,4 +1,4 @@
-"""Make a kit whose server certificate can be replaced, and a real TLS server that presents the certificate."""
+"""Free ports; a kit whose server certificate can be replaced, and a real TLS server that presents the certificate."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -30,31 +31,37 @@ def port_of(listening: socket.socket) -> int:
     return int(listening.getsockname()[1])
 
 
-def free_port() -> int:
-    with listen() as listening:
-        return port_of(listening)
+def free_ports(count: int) -> list[int]:
+    """Return ``count`` ports that are not in use, below the range from which the kernel chooses ports of outgoing connections.
+
+    A federation opens the ports some time later. So tests that run at the same time search in different ranges.
+    """
+    ports: list[int] = []
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
+    start = 12000 + 5000 * worker + (os.getpid() * 37 + int(time.time() * 10)) % 3000
+    for port in range(start, start + 2000):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise RuntimeError(f"expected {count} free ports from {start} to {start + 1999}, but found {len(ports)}")
 
 
-def free_range(count: int) -> int:
-    """Return the first of ``count`` consecutive ports that are not in use."""
-    first = 15000 + os.getpid() % 10000
-    while True:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
-        first += count
-
-
-def make_kit(folder: Path, fleet_port: int, sites: Sequence[str] = ("A", "B"), host: str = "localhost") -> Path:
-    """Make a kit whose programs all listen on free ports of this machine; return its folder."""
-    create(KitPlan(host, sites, fleet_port=fleet_port, exchange_port=free_range(EXCHANGE_PORTS)), folder)
-    for file, lines in [
-        ("server/server.toml", ("control", "serverappio")),
-        *((f"sites/{site}/site.toml", ("clientappio",)) for site in sites),
-    ]:
-        for line in lines:
-            write_line(folder / file, line, f"127.0.0.1:{free_port()}")
+def make_kit(folder: Path, fleet_port: int = 0, host: str = "localhost") -> Path:
+    """Make a kit for two sites whose programs all listen on free ports of this machine; return its folder."""
+    *exchange, fleet, control, serverappio, a, b = free_ports(EXCHANGE_PORTS + 5)
+    create(KitPlan(host, ["A", "B"], fleet_port=fleet_port or fleet, exchange_port=exchange[0]), folder)
+    for file, line, port in (
+        ("server/server.toml", "control", control),
+        ("server/server.toml", "serverappio", serverappio),
+        ("sites/A/site.toml", "clientappio", a),
+        ("sites/B/site.toml", "clientappio", b),
+    ):
+        write_line(folder / file, line, f"127.0.0.1:{port}")
     return folder
 
 
@@ -119,3 +126,15 @@ def serving(listening: socket.socket, server: Path | None) -> Iterator[int]:
     finally:
         end.set()
         thread.join()
+
+
+def accepts(site: Path, server: Path, host: str = "localhost") -> bool:
+    """Whether Python's own TLS, which trusts the site's authority alone, accepts this server by this name."""
+    context = ssl.create_default_context(cafile=str(site / "ca.crt"))
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    with listen() as listening, serving(listening, server) as port, socket.create_connection(("127.0.0.1", port)) as raw:
+        try:
+            context.wrap_socket(raw, server_hostname=host).close()
+        except ssl.SSLCertVerificationError:
+            return False
+    return True

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -22,22 +20,10 @@ CONSTRAINTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def hashes() -> dict[tuple[str, str], list[str]]:
-    return hashes_in(hashed.FILE.read_text())
-
-
-def hashes_in(text: str) -> dict[tuple[str, str], list[str]]:
-    """The hashes of a requirements file, by name and version."""
-    found = re.finditer(r"(?m)^([A-Za-z0-9._-]+)==(\S+)((?: \\\n +--hash=sha256:[0-9a-f]{64})+)", text)
-    return {(canonicalize_name(one[1]), one[2]): re.findall(r"sha256:([0-9a-f]{64})", one[3]) for one in found}
-
-
-# Hashes
-
-
-def test_every_package_has_the_version_of_the_constraints_and_a_hash(hashes: dict[tuple[str, str], list[str]]) -> None:
+def test_every_package_has_the_version_of_the_constraints_and_a_hash() -> None:
     text = hashed.FILE.read_text()
+    found = re.finditer(r"(?m)^([A-Za-z0-9._-]+)==(\S+)((?: \\\n +--hash=sha256:[0-9a-f]{64})+)", text)
+    hashes = {(canonicalize_name(one[1]), one[2]): re.findall(r"sha256:([0-9a-f]{64})", one[3]) for one in found}
     assert len(hashes) == len(re.findall(r"(?m)^[^#\s].*==", text)) > 50
     assert {name for name, version in hashes if CONSTRAINTS.get(name) != version} == {"setuptools"}, (
         "which builds, and is pinned here alone"
@@ -47,18 +33,6 @@ def test_every_package_has_the_version_of_the_constraints_and_a_hash(hashes: dic
     wanted = {canonicalize_name(Requirement(line).name) for line in hashed.requirements()}
     assert wanted <= {name for name, _ in hashes}
     assert {"pytest", "ray", "mkdocs-material"}.isdisjoint(name for name, _ in hashes), "tests are not for sites"
-
-
-def test_a_report_of_pip_becomes_the_file_and_a_file_without_hash_is_refused() -> None:
-    def report(name: str, archive: Mapping[str, Any]) -> dict[str, Any]:
-        return {"install": [{"metadata": {"name": name, "version": "1.0"}, "download_info": {"archive_info": archive}}]}
-
-    both = [hashed.files_of(report("Some_Name", {"hashes": {"sha256": sha * 64}})) for sha in "ba"]
-    text = hashed.text_of(both)
-    assert text.splitlines()[2:] == ["some-name==1.0 \\", f"    --hash=sha256:{'a' * 64} \\", f"    --hash=sha256:{'b' * 64}"]
-    assert hashes_in(text) == {("some-name", "1.0"): ["a" * 64, "b" * 64]}
-    with pytest.raises(ValueError, match=r"the index has no SHA-256 of other 1\.0"):
-        hashed.files_of(report("other", {}))
 
 
 @pytest.mark.slow

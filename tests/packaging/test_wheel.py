@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,6 @@ from tests.test_architecture import PROJECT, distributions
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
-
-
-def tops(names: Iterable[str]) -> set[str]:
-    """The packages and modules that a wheel with these files puts on the path."""
-    return {name.partition("/")[0] for name in names if ".dist-info/" not in name}
 
 
 def fl_bn(installed: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -37,7 +31,7 @@ def test_it_holds_two_houses_and_every_file_of_theirs_and_requires_what_the_proj
     """The library and the operator's product are in it; the repository's tool, its evidence and the apps of the checkout are not."""
     archive = zipfile.ZipFile(wheel)
     names = archive.namelist()
-    assert tops(names) == {"fl_bn", "fl_bn_site"}
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"fl_bn", "fl_bn_site"}
     files = [path for house in ("fl_bn", "fl_bn_site") for path in (ROOT / house).rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert {path.relative_to(ROOT).as_posix() for path in files} - set(names) == set()
     assert {"fl_bn/py.typed", "fl_bn/report/templates/report.html", "fl_bn_site/kit_files/site.md"} <= set(names)
@@ -48,24 +42,15 @@ def test_it_holds_two_houses_and_every_file_of_theirs_and_requires_what_the_proj
     assert sorted(plain) == sorted(distributions(PROJECT["dependencies"]))
 
 
-def test_what_runs_is_the_wheel_and_its_command_answers(installed: Path, tmp_path: Path) -> None:
+def test_what_runs_is_the_wheel_which_makes_kits_and_runs_without_a_checkout(installed: Path, tmp_path: Path) -> None:
     done = python(installed, tmp_path, "-c", "import fl_bn, sys; print(fl_bn.__file__, *sys.path, sep=chr(10))")
     file, *path = done.stdout.splitlines()
     assert file == str(installed / "fl_bn" / "__init__.py")
     assert str(ROOT) not in path
-    for nothing in ("nothing-of-the-kind", "experiments"):
-        assert fl_bn(installed, tmp_path, nothing).returncode == 2  # control
-
-
-def test_a_kit_is_made_and_verified(installed: Path, tmp_path: Path) -> None:
-    done = fl_bn(installed, tmp_path, "kit", "create", "--superlink", "127.0.0.1", "--sites", "A,B")
-    assert done.returncode == 0, done.stderr
+    assert fl_bn(installed, tmp_path, "experiments").returncode == 2  # control
+    made = fl_bn(installed, tmp_path, "kit", "create", "--superlink", "127.0.0.1", "--sites", "A,B")
+    verified = fl_bn(installed, tmp_path, "kit", "verify", "kit")
+    ran = fl_bn(installed, tmp_path, "run", "--run-config", "rounds=1 clients=2 model='mlp' local-steps=1 name='first' workers=2")
+    assert [done.returncode for done in (made, verified, ran)] == [0, 0, 0], made.stderr + verified.stdout + ran.stderr
     assert "# Site A" in (tmp_path / "kit/sites/A/GUIDE.md").read_text()
-    done = fl_bn(installed, tmp_path, "kit", "verify", "kit")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_run_in_process_needs_no_checkout(installed: Path, tmp_path: Path) -> None:
-    done = fl_bn(installed, tmp_path, "run", "--run-config", "rounds=1 clients=2 model='mlp' local-steps=1 name='first' workers=2")
-    assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "runs/first/model.safetensors").is_file()
