@@ -229,7 +229,7 @@ def watch(record: RoundRecord, first_loss: float = math.nan, last: bool = False,
     if last and failed:
         rounds = "the last round" if failed == 1 else f"the last {failed} rounds"
         yield f"the run ends, and {rounds} did not change the model. {why_failed(record)}"
-    far = next((f"client {c.client} says a loss of {c.loss:.4g}" for c in record.accepted if abs(c.loss) > LARGEST), "")
+    far = ", ".join(f"client {c.client} says a loss of {c.loss:.4g}" for c in record.accepted if abs(c.loss) > LARGEST)
     diverged = not math.isfinite(record.loss) or record.loss > RUNAWAY_LOSS * max(first_loss, 1.0)
     if record.aggregated and diverged and "masked" not in record.bytes_up:  # with masks nothing is known of a client that diverges
         untold = "no client told it ('loss' in fit's metrics, round.reply(samples, loss)), or " if math.isnan(record.loss) else ""
@@ -238,7 +238,7 @@ def watch(record: RoundRecord, first_loss: float = math.nan, last: bool = False,
         whose = f" ({far})" if far else ""
         yield f"{ends}round {record.round}: the training loss is {record.loss:.4g}{before}{whose}: {untold}training diverged; {LOWER}"
     elif far:
-        yield f"round {record.round}: {far}: its training diverged, or the number is false"
+        yield f"round {record.round}: {far}: training diverged there, or the number is false"
 
 
 def in_words(record: RoundRecord, rounds: int, task: Task, called: ClientNames = UNNAMED) -> str:
