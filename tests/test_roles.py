@@ -9,7 +9,6 @@ from torch import nn
 from torchvision import models
 from torchvision.ops import FrozenBatchNorm2d
 
-from fl_bn.bn.layers import FederatedBatchNorm, HybridBatchNorm
 from fl_bn.bn.roles import Role, UnknownTensor, batch_norms, roles, unknown_norms
 from fl_bn.methods import METHODS
 from tests.listed import listed
@@ -53,23 +52,6 @@ class Stateful(nn.Linear):
         return 1
 
     def set_extra_state(self, state: int) -> None: ...
-
-
-def test_buffers_outside_norm_layers() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    model[0].register_buffer("scale", torch.ones(2))
-    model[0].register_buffer("calls", torch.zeros((), dtype=torch.long))
-    model[0].register_buffer("scratch", torch.ones(2), persistent=False)
-    assert roles(model) == {"0.weight": Role.WEIGHT, "0.bias": Role.WEIGHT, "0.scale": Role.BUFFER, "0.calls": Role.COUNTER}
-
-
-def test_layers_of_torch_and_of_this_project_that_are_batch_norms() -> None:
-    lazy = nn.LazyBatchNorm1d()
-    lazy(torch.randn(4, 3))
-    for layer in (nn.BatchNorm2d(3), lazy, FederatedBatchNorm(2)):
-        assert set(roles(layer)) == FIVE
-    assert roles(HybridBatchNorm(2))["mixing_logit"] is Role.MIXING
-    assert list(batch_norms(nn.BatchNorm2d(3))) == [""]
 
 
 class InPlace(nn.Module):

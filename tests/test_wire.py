@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-
-from fl_bn.support.wire import REASON, Absent, WireError, reason
+from fl_bn.support.wire import REASON, reason
 from tests.listed import listed
 
 
@@ -22,10 +20,3 @@ from tests.listed import listed
 )
 def test_another_side_s_error_is_one_line_in_its_own_words(came: str | None, said: str) -> None:
     assert reason(came) == said
-
-
-def test_an_error_is_read_again_as_it_was() -> None:
-    for error in (WireError("weights", "0.bias" * 50, "is missing"), WireError("weights", "", "is missing"), Absent("a", "b", "c")):
-        error.add_note("of client 3")
-        again = pickle.loads(pickle.dumps(error))
-        assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))

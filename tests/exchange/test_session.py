@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from fl_bn.exchange.call import Answer, Join, Key, Local, Quantity, Request
-from fl_bn.exchange.session import LARGEST_COUNT, POLICIES, Session
+from fl_bn.exchange.session import LARGEST_COUNT, POLICIES
 from tests.exchange.cohorts import BATCHES, GOOD, LAYERS, NARROW, WIDE, Clock, Cohort, answer, joined, local, reason
 from tests.listed import listed
-from tests.refusals import naming
 from tools.hostile.fuzz import sequences
 
 both_policies = pytest.mark.parametrize("policy", POLICIES)
@@ -36,16 +35,6 @@ def test_a_client_with_an_empty_batch_sits_out_and_is_not_awaited(order: tuple[i
     for said in ("", "out of memory"):  # it may end in any way
         cohort.session.leave(1, said)
     assert (cohort.session.taking_part, cohort.session.dropped, cohort.session.failure) == ({0: 3, 2: 4}, {}, "")
-
-
-def test_a_stranger_is_turned_away_and_changes_nothing() -> None:
-    cohort = joined()
-    assert reason(cohort.send(7)) == cohort.session.out(7) == "this client takes no part in the round"
-    cohort.session.leave(7, "spam")
-    assert (cohort.session.dropped, cohort.session.failure) == ({}, "")
-    assert [answer(outcome).count for outcome in [cohort.send(client) for client in range(3)][2:]] == [3]
-    with naming("retry"):
-        Session([0], LAYERS, policy="retry")
 
 
 def test_under_a_defence_the_unbiased_variance_is_that_of_counts_as_the_median_client_s() -> None:
