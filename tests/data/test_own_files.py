@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 
 from fl_bn.data.dataset import DataNotFound, load, to_input
-from tests.listed import listed
 from tests.refusals import naming, wrong_data
 
 Arrays = dict[str, Any]
@@ -167,23 +166,16 @@ def test_sites_agree_on_labels_only_by_a_shared_classes_txt(tmp_path: Path) -> N
     assert [(data.y_train.tolist(), data.y_test.tolist(), data.classes) for data in found] == [([1, 0], [0], 3), ([0, 2], [0], 3)]
 
 
-@listed(
-    ("name", "content"),
-    [
-        ("deep.png", Image.fromarray(np.full((8, 8), 3000, dtype=np.uint16))),  # converted, its pixels would saturate
-        ("0.png", Image.new("RGB", (12, 12))),  # comes first, but the others outvote it
-    ],
-)
-def test_a_wrong_image_is_named_and_a_hidden_file_is_passed_over(name: str, content: Any, tmp_path: Path) -> None:
+def test_a_wrong_image_is_named_and_a_hidden_file_is_passed_over(tmp_path: Path) -> None:
     images(tmp_path, made())
     (tmp_path / "train" / "a" / ".DS_Store").write_bytes(b"\0")
     draw(tmp_path / "train" / ".thumbnails" / "a.png")
-    (tmp_path / "train" / "notes.txt").write_text("beside the class folders")
     assert load("folder", str(tmp_path)).y_train.tolist() == [0, 1, 1, 2]
-    file = tmp_path / "train" / "a" / name
-    if isinstance(content, Image.Image):
-        content.save(file)
-    else:
-        file.write_bytes(content)
-    with wrong_data(file):
-        load("folder", f"{tmp_path}/")
+    file = tmp_path / "train" / "a" / "0.png"
+    (tmp_path / "cut").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
+    Image.fromarray(np.full((8, 8), 3000, dtype=np.uint16)).save(tmp_path / "deep.png")  # converted, its pixels would saturate
+    Image.new("RGB", (12, 12)).save(tmp_path / "large.png")  # the others outvote it
+    for wrong in ("cut", "deep.png", "large.png"):
+        file.write_bytes((tmp_path / wrong).read_bytes())
+        with wrong_data(file):
+            load("folder", f"{tmp_path}/")

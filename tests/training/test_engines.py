@@ -21,8 +21,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from fl_bn import Federation, SeededBatches, methods
 from fl_bn.federation.engines import workers as engine
 from fl_bn.federation.engines.workers import WorkerTiming
+from fl_bn.federation.gradients import CLIPS
 from fl_bn.methods import Method, fbn, fedavg, fedbn, fedtan, fixbn, hbn, static_bn
 from fl_bn.objectives import FedProx
+from tests.conformance.doors import Asked, application
+from tests.federation import largest_deviation
 from tests.listed import listed
 from tests.networks import SmallCNN, SmallResNet, Wired
 from tests.refusals import naming
@@ -84,9 +87,6 @@ OPTIONS: dict[str, tuple[Method, dict[str, Any]]] = {
     "AdamW": (hbn(), {"optimizer": partial(AdamW, lr=0.01)}),
     "scheduler": (hbn(), {"scheduler": lambda optimizer: StepLR(optimizer, 2, 0.5)}),
     "fedprox": (hbn(), {"objective": FedProx(mu=0.5)}),
-    "clipped by norm": (fedavg(), {"clip": "norm", "clip_limit": 0.1}),
-    "clipped in a round": (fedavg(), {"clip": "round", "clip_limit": 0.1}),
-    "clipped adaptively": (fedavg(), {"clip": "adaptive", "clip_limit": 0.01}),
     "tied weights at home": (fedbn(), {"network": tied, "optimizer": partial(SGD, lr=0.001)}),
     "hbn's pass, as in evaluation": (hbn(lower_layers="shared", stat_samples=5), {}),
     "fbn, all batches": (fbn(report="all"), {}),
@@ -109,6 +109,15 @@ def test_options_of_a_federation(case: str, caplog: pytest.LogCaptureFixture) ->
     assert apart(found, expected) < EQUAL
     assert len(found) != len(without_options()) or apart(without_options(), expected) > DIFFERENT
     assert "one by one" not in caplog.text
+
+
+@listed("how", CLIPS)
+def test_clips_of_a_run(how: str) -> None:
+    keys = {"clip": how, "clip-limit": 0.01} if how != "none" else {}
+    asked, engines = Asked("fedavg", passes=True, seeded=True, dtype=torch.float32), ("sequential", "vectorised")
+    (one, other), free = [application(asked, engine=engine, **keys).clients[0] for engine in engines], application(asked).clients[0]
+    assert largest_deviation(one, other) < 5e-6
+    assert (largest_deviation(one, free) > 1e-4) is (how != "none")  # control
 
 
 def of_a_package(thing: Any) -> Any:
