@@ -112,11 +112,12 @@ def test_options_of_a_federation(case: str, caplog: pytest.LogCaptureFixture) ->
 
 
 @listed("how", CLIPS)
-def test_clips_of_a_run(how: str) -> None:
+def test_clips_of_a_run(how: str, caplog: pytest.LogCaptureFixture) -> None:
     keys = {"clip": how, "clip-limit": 0.01} if how != "none" else {}
     asked, engines = Asked("fedavg", passes=True, seeded=True, dtype=torch.float32), ("sequential", "vectorised")
     (one, other), free = [application(asked, engine=engine, **keys).clients[0] for engine in engines], application(asked).clients[0]
     assert largest_deviation(one, other) < 5e-6
+    assert "one by one" not in caplog.text
     assert (largest_deviation(one, free) > 1e-4) is (how != "none")  # control
 
 
