@@ -71,11 +71,9 @@ def test_flower_accepts_the_superlink_and_the_supernode(server: ServerFolder, si
         told = environment(one.env)
         assert (Path(told["FLWR_HOME"]).is_relative_to(state), told["FLWR_TELEMETRY_ENABLED"]) == (True, "0")
         assert Path(told["PATH"].split(":")[0], "flower-superexec").exists(), "Flower starts it by name"
-
-
-def test_the_supernode_ends_at_what_flower_says() -> None:
+    assert [str(site.private_key) in " ".join(one.argv) for one in commands(site)] == [True, False], "the app is not told where the key is"
     said = Path(start_client_internal.__file__).read_text()
-    assert (LOST in said, OVER in said) == (True, True)
+    assert (LOST in said, OVER in said) == (True, True), "what the SuperNode ends at"
 
 
 def test_configs_come_back_as_they_were_or_are_refused() -> None:

@@ -113,13 +113,8 @@ def test_an_app_is_imported_once_and_every_message_has_a_process_of_its_own(gate
     assert {one["messages"] for one in said} == {1}, "what a message changes ends with it"
     assert {one["program"] for one in said} == {"flwr-clientapp"}, "fl-bn's app then ends a message that hangs"
     assert [one.get("other") for one in said] == [None, 1, None, 1, None]
-
-
-def test_an_app_that_starts_threads_is_imported_by_every_message(gate: Gate) -> None:
-    """Threads do not survive a fork."""
-    content = package(above="import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n")
-    said = [gate.told(content) for _ in range(2)]
-    assert all(one["pid"] == one["loaded_by"] for one in said)
+    threads = package(above="import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n")
+    assert all(one["pid"] == one["loaded_by"] for one in (gate.told(threads), gate.told(threads))), "threads do not survive a fork"
 
 
 # What a message brings and takes away

@@ -24,16 +24,13 @@ def failures(folder: Path) -> list[str]:
     return [str(check) for check in verify(folder) if check.status == "fail"]
 
 
-def test_a_kit_is_complete_and_verifies(kit: Path) -> None:
+def test_a_kit_is_complete_and_verifies_and_its_keys_are_their_owner_s_alone(kit: Path) -> None:
     site = SiteFolder.read(kit / "sites/B")
     assert (site.site, site.superlink, site.exchange_addresses) == ("B", "fl.example.org:21092", "x.example.org")
     for name in ("README.md", "server/GUIDE.md", "server/start.sh", "server/run.sh", "sites/A/GUIDE.md", "sites/A/start.sh"):
         assert (kit / name).stat().st_size > 100
         assert not name.endswith(".sh") or (kit / name).stat().st_mode & 0o100
     assert [failures(folder) for folder in (kit, kit / "server", kit / "sites/A")] == [[], [], []]
-
-
-def test_keys_are_their_owner_s_alone(kit: Path) -> None:
     assert all(((kit / name).stat().st_mode & 0o777, (kit / name).parent.stat().st_mode & 0o777) == (0o600, 0o700) for name in PRIVATE)
     assert len({(kit / name).read_bytes() for name in PRIVATE}) == len(PRIVATE)
     others = [path for path in kit.rglob("*") if path.is_file() and path.relative_to(kit).as_posix() not in PRIVATE]

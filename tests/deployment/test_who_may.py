@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fl_bn_site.packages import Packages
-from tests.deployment.inner import KitPlan, SiteFolder, commands, create
+from tests.deployment.inner import KitPlan, SiteFolder, create
 from tests.deployment.test_signing import package_of
 
 ROOT = Path(__file__).parents[2]
@@ -82,11 +82,6 @@ def test_each_user_may_do_what_the_page_says_and_no_more(folder: Path) -> None:
     """The app reads no key, changes neither who the site is, its policy nor a package, and trusts nobody; the SuperNode reads no state."""
     assert [of for of in MAY if not may(*of[:2], folder / of[2])] == []
     assert [of for of in MAY_NOT if may(*of[:2], folder / of[2])] == []
-
-
-def test_the_app_is_not_told_where_the_key_is(site: SiteFolder) -> None:
-    (node,), (app,) = commands(site, "supernode"), commands(site, "clientapp")
-    assert [str(site.private_key) in " ".join(command.argv) for command in (node, app)] == [True, False]
 
 
 def test_the_units_give_key_and_app_to_two_users() -> None:
