@@ -37,5 +37,5 @@ def train(
     batches = IndexBatches(samples, list(indices), next(model.parameters()), augment)
     with round.open():
         trained = train_round(round, batches, CLASSIFICATION, settings.make_optimizer(round.parameters.values(), rate))
-    reply, _ = round.reply(int(batches.seen.sum()), trained.loss)
-    return Result(reply.sections.get("gradients", {}))
+    reply, keeps = round.reply(int(batches.seen.sum()), trained.loss)
+    return Result(keeps.get("momentum") or reply.sections.get("gradients", {}))  # after one step, momentum is the gradient
