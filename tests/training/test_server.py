@@ -95,13 +95,17 @@ def test_the_order_of_arrival_changes_no_bit_nor_does_a_client_that_is_missing(h
 # The server's round
 
 
-def test_who_makes_the_result_overflow_is_named_and_left_out_of_the_next_round() -> None:
-    one = Server(seeded_network("cnn"), METHODS["gn"](), ServerPolicy(4, min_replies=0.5), 3, optimizer=server_optimizer("fedavg", 40.0))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_who_makes_the_result_overflow_is_named_and_left_out_of_the_next_round(dtype: torch.dtype) -> None:
+    large = 0.9 * torch.finfo(dtype).max
+    policy, optimizer = ServerPolicy(4, min_replies=0.5), server_optimizer("fedavg", 40.0)
+    one = Server(seeded_network("cnn").to(dtype), METHODS["gn"](), policy, 3, optimizer=optimizer)
     one.begin(1)
     before, sections = one.shared.tensors(), one.shared.sections()
-    huge = {k: torch.full_like(t, -3e38) for k, t in sections["weights"].items()}
+    last = [*sections["weights"]][-1]  # the others have taken their step before
+    huge = {**sections["weights"], last: torch.full_like(sections["weights"][last], -large)}
     came = [Reply(client, {**sections}, 10, 10, {"steps": 2.0, "loss": 1.0}, largest=10.0) for client in range(4)]
-    came[1] = replace(came[1], sections={**sections, "weights": huge}, largest=3e38)
+    came[1] = replace(came[1], sections={**sections, "weights": huge}, largest=large)
     assert not one.conclude(RoundReplies(range(4), came))
     assert same(before, one.shared.tensors())
     assert one.left_out == {1}
