@@ -143,7 +143,7 @@ def _episodes(case: Case, drill: str, method: str, reason: str, trouble: Callabl
     """Make one run, and cause ``trouble`` in it ``case.times`` times.
 
     Each time, ``trouble`` lasts until the server refuses a client for ``reason``. If ``reason`` is empty, it lasts until
-    the server logs that it could not write a checkpoint.
+    ``fl-bn submit`` prints that there is no checkpoint.
     """
     values = {"rounds": 2 * case.times + 4, "evaluate-every": 1000, "round-timeout": 75.0 if method == "fedavg" else 120.0}
     config = case.config(method, dataset="tools.deployment.moody:load", **values)
@@ -152,7 +152,7 @@ def _episodes(case: Case, drill: str, method: str, reason: str, trouble: Callabl
     def seen() -> int:
         if reason:
             return (folder / "clients.csv").read_text().count(reason)
-        return case.federation.log("server").count("no checkpoint after round")
+        return "".join(run.said).count("no checkpoint after round")
 
     with running(case, config) as run:
         for _ in range(case.times):
