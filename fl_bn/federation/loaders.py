@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -41,10 +42,9 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
 
 def described(loader: Loader) -> str:
     """Return type, number of samples and batch size of ``loader``, as far as it tells them."""
-    data: Any = getattr(loader, "dataset", None)
-    size = [f"{len(data)} samples"] if hasattr(data, "__len__") else []
-    told = [f"{name}={getattr(loader, name)}" for name in ("batch_size", "drop_last") if hasattr(loader, name)]
-    return ", ".join([type(loader).__name__, *size, *told])
+    samples = length_hint(getattr(loader, "dataset", None), -1)  # -1: it has no length
+    told = {"samples": None if samples < 0 else samples} | {name: getattr(loader, name, None) for name in ("batch_size", "drop_last")}
+    return ", ".join([type(loader).__name__, *(f"{name}={value}" for name, value in told.items() if value is not None)])
 
 
 def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:

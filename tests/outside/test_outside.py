@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import threading
 import tomllib
 import warnings
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from fl_bn.cli.main import app as command
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.federation.aggregation import Defence
 from fl_bn.flower import FBN, FedBN, InProcessGrid, RunFailed, legacy_client_app, legacy_server_app, run_in_process
+from fl_bn.flower.compat import has_ended
 from fl_bn.run.config import ConfigError, RunConfig
 from tests.conformance.doors import SIZES, Asked, Client, network
 from tests.flower.own_apps import CLIENTS, client_of, own_app
@@ -110,6 +112,17 @@ def test_j_a_mod_of_the_whole_app_finds_the_round_in_every_message() -> None:
     run(own_app("fedbn", mods=([mod], [], []), tells=True), FedBN, evaluate_fn=lambda number, arrays: None)
     assert {kind for kind, _ in seen} == {"query.hello", "query.kept", "train", "evaluate"}
     assert max(number for kind, number in seen if kind == "train") == 2
+
+
+def test_h_the_end_of_a_simulation_is_the_stop_event_of_the_server_app_s_thread() -> None:
+    stop, told, grid = threading.Event(), list[bool](), type("InMemoryGrid", (), {})()  # the name of Flower's
+    for end in (False, True):
+        if end:
+            stop.set()
+        for seen in (grid, object()):
+            (thread := threading.Thread(target=lambda stop, seen: told.append(has_ended(seen)), args=(stop, seen))).start()
+            thread.join()
+    assert told == [False, False, True, False]
 
 
 @listed("value", [True, "0.9", None, [0.5, True]])
