@@ -117,7 +117,7 @@ class Diagnostics:
         Returns:
             The measurements; an empty list for a round without evaluation.
         """
-        if record.round % self.config.evaluate_every and record.round != self.config.rounds:
+        if not self.config.round_policy().due(record.round, self.config.rounds):
             return []
         rows: list[Measurement] = []
         target = device(self.config)

@@ -24,7 +24,7 @@ from fl_bn.methods import LayerReports
 from fl_bn.options import Used, option
 from fl_bn.robust import PREAGGREGATIONS, RULES, Report, Rule, rule_named
 
-BLOCK = 1 << 16  # values; half a MB of float64
+BLOCK = 1 << 17  # values; a MB of float64
 
 dtype_name = lru_cache(str)  # NumPy computes the name anew each time
 

@@ -56,8 +56,6 @@ from fl_bn.task import CLASSIFICATION, Task
 
 __all__ = ["Diverged", "Federation"]
 LOGGER = logging.getLogger("flwr")
-DECIDES = ("fraction", "evaluate_every", "calibrate", "unit_scale", "clip", "seed")
-"""The options that a run which continues another one must share."""
 SGD_05 = partial(SGD, lr=LEARNING_RATE, momentum=0.9)
 
 
@@ -169,13 +167,12 @@ class Federation:
         if words := method.other_fraction(spec.fraction):
             LOGGER.warning("%s", words)
         self.history: list[RoundRecord] = []
-        pristine = copied(self.server.model)  # the server's own model changes during the run
         schedulers = each("scheduler", scheduler, count)
         kinds = [by_kind[id(make)] for make in makers]
         loaders = in_dtype(clients, inputs_like(model).dtype)
-        every = zip(loaders, tasks, makers, schedulers, kinds, trials.shares, strict=True)
-        own = [Own(*one) for one in every]
-        common = Clients(pristine, method, where, own, schedule, spec.seed, [*model.parameters()])
+        own = [Own(*one) for one in zip(loaders, tasks, makers, schedulers, kinds, trials.shares, strict=True)]
+        # A copy, since the server's own model changes during the run.
+        common = Clients(copied(self.server.model), method, where, own, schedule, spec.seed, [*model.parameters()])
         self._transport = LocalTransport(self.server, common, self.tests, spec.workers, spec.engine == VECTORISED)
         self._newest = Newest(self.server.shared.tensors())
         self._last: Round | None = None  # the last finished round, of this run or an earlier one
@@ -187,7 +184,8 @@ class Federation:
             "local_epochs": str(local_epochs),
             "objective": repr(objective),
             "defence": repr(defence),
-            **{name: str(getattr(spec, name)) for name in DECIDES},
+            "clip": spec.clip,
+            **{name: str(value) for name, value in spec.common.items()},
         }
 
     @property
@@ -327,7 +325,7 @@ class Federation:
             for one, saved in zip(of, states, strict=True):
                 one.set_state(saved)
         self._transport.kept, self.history = list(state.clients), list(state.history)
-        at = state.round if state.round == state.rounds else state.round - state.round % server.policy.evaluate_every
+        at = next((round for round in range(state.round, 0, -1) if server.policy.due(round, state.rounds)), 0)
         self._newest = Newest(state.evaluated, at, state.round)
         self._last = Round(self.history[-1], state.arrays, state.evaluated, state.failed)
         self._resumed = state

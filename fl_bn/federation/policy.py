@@ -120,6 +120,10 @@ class RunSpec(Options):
         """Return ``RunSpec``'s own fields by name, for another kind of run."""
         return {one.name: getattr(self, one.name) for one in fields(RunSpec)}
 
+    def due(self, round: int, rounds: int) -> bool:
+        """Return whether the run evaluates after ``round`` (from 1) of ``rounds``."""
+        return round == rounds or round % self.evaluate_every == 0
+
 
 @dataclass(frozen=True)
 class ServerPolicy(RunSpec):

@@ -80,7 +80,7 @@ def run(
         changed = transport.conclude(transport.train(server.begin(number)))
         failed = 0 if changed else failed + 1
         tensors = server.shared.tensors()
-        due = (number == rounds or number % policy.evaluate_every == 0) and failed < policy.max_failed
+        due = policy.due(number, rounds) and failed < policy.max_failed
         measures = server.method.refresh is not Refresh.NOTHING and server.record.phase != Phase.FROZEN.value
         evaluated: Named = {} if measures else tensors
         if due and measures:

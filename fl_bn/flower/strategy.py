@@ -293,7 +293,7 @@ class BatchNormStrategy(Strategy):
         def show(measured: Measured) -> None:
             server.record, result.arrays, number = measured.record, transport.outward(measured.tensors), measured.record.round
             newest.take(0, measured.tensors)
-            if measured.last or number % server.policy.evaluate_every == 0:
+            if measured.last or server.policy.due(number, 0):
                 server.record = replace(server.record, evaluation=transport.evaluate(number, measured.tensors))
             tell()
 

@@ -63,7 +63,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
     check_centralised(config)
     target, of, method = device(config), task(config, dataset(config).y_train), config.build_method()
     model = copied(laid_out(config, target)).to(target)
-    settings, schedule = config.local_training(), config.schedule()
+    settings, schedule, policy = config.local_training(), config.schedule(), config.round_policy()
     optimizer = _optimizer(settings, [p for p in model.parameters() if p.requires_grad], config.learning_rate)
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
@@ -83,8 +83,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
                 with torch_seed(int(seeded(config.seed, 0, round, DROPOUT).integers(2**62)), target), local.open():
                     trained = train(local, batches, of, optimizer)
                 one = ClientRecord(0, sum(int(own.seen.sum()) for own in samples), local.steps, trained.loss)
-                due = round % config.evaluate_every == 0 or round == config.rounds
-                evaluation = test_metrics(config, model, target) if due else {}
+                evaluation = test_metrics(config, model, target) if policy.due(round, config.rounds) else {}
                 seconds = time.perf_counter() - begin
                 record = RoundRecord(round, phase.value, rate, [one], aggregated=True, evaluation=evaluation, seconds=seconds)
                 callbacks.on_round(record, config.rounds)

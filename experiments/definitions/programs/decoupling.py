@@ -99,7 +99,7 @@ def accuracies(config: RunConfig) -> Iterator[tuple[int, float]]:
             reply, kept[client] = client_round(model, method, instruction, kept[client], SampleLoop(own, config.seed, client), settings)
             replies.append(reply)
         server.conclude(RoundReplies(range(len(clients)), replies))
-        if number % config.evaluate_every == 0 or number == config.rounds:
+        if server.policy.due(number, config.rounds):
             shared = copied(server.model)
             load_tensors(shared, server.shared.tensors())
             yield number, evaluate(shared.eval(), test)["accuracy"]
