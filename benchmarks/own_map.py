@@ -109,10 +109,10 @@ def best_rate(lines: Accuracies, regime: str, method: str) -> float:
 
 def run(place: Place) -> float:
     """Run one cell; return its accuracy. A run that fails because its weights are not finite has none (NaN)."""
+    from fl_bn.app.assembly import limit_threads
+    from fl_bn.app.config import RunConfig
+    from fl_bn.app.sweep.cells import Cell, run_cell
     from fl_bn.flower import RunFailed
-    from fl_bn.run.assembly import limit_threads
-    from fl_bn.run.config import RunConfig
-    from fl_bn.sweep.cells import Cell, run_cell
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     limit_threads(1)

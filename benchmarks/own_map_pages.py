@@ -21,10 +21,10 @@ from own_map import COMMON, METHODS, REGIMES, SEEDS, TEST, Accuracies, Place, be
 
 from experiments.marks import replaced
 from experiments.pictures import draw_map
-from fl_bn.advise import regimes
-from fl_bn.advise.measure import Measured, measure
-from fl_bn.advise.regimes import BASELINE, Regime, finite
-from fl_bn.run.config import RunConfig
+from fl_bn.app.advise import regimes
+from fl_bn.app.advise.measure import Measured, measure
+from fl_bn.app.advise.regimes import BASELINE, Regime, finite
+from fl_bn.app.config import RunConfig
 from fl_bn.support import durable
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -75,8 +75,8 @@ def run_config(case: Case) -> dict[str, Any]:
 
 def network_and_clients(case: Case) -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Return the initial network, and every client's inputs and labels, all as fl-bn makes them."""
-    from fl_bn.run.assembly import client_samples, source_model
-    from fl_bn.run.config import RunConfig
+    from fl_bn.app.assembly import client_samples, source_model
+    from fl_bn.app.config import RunConfig
 
     config = RunConfig.from_mapping(run_config(case))
     model, found = source_model(config), list[tuple[torch.Tensor, torch.Tensor]]()

@@ -18,11 +18,11 @@ import torch
 import typer
 from common import RESULTS, Batches, bare_loop, table
 
+from fl_bn.app.assembly import client_samples, source_model
+from fl_bn.app.config import RunConfig
 from fl_bn.data.batches import draw_batches
 from fl_bn.federation.settings import seeded
 from fl_bn.flower import run_in_process
-from fl_bn.run.assembly import client_samples, source_model
-from fl_bn.run.config import RunConfig
 
 METHODS = ("fedavg", "fixbn", "hbn", "fbn")
 

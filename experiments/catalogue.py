@@ -28,11 +28,11 @@ from typing import Any
 
 from experiments.claims import FILE
 from experiments.pages import PAGE, write_program_page
+from fl_bn.app.assembly import limit_threads
+from fl_bn.app.config import ConfigError
+from fl_bn.app.sweep.cells import Cell
+from fl_bn.app.sweep.file import PAPER, read
 from fl_bn.data.dataset import DataNotFound
-from fl_bn.run.assembly import limit_threads
-from fl_bn.run.config import ConfigError
-from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.file import PAPER, read
 
 FOLDER = Path(__file__).parent / "definitions"
 COLUMNS = ("finished", "experiment", "variant", "seconds", "failed", "folder")

@@ -47,8 +47,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fl_bn.report.cells import title
-from fl_bn.run.config import ConfigError
+from fl_bn.app.config import ConfigError
+from fl_bn.app.report.cells import title
 from fl_bn.support.names import unknown
 
 VARIANT = "evidence"  # the variant of an experiment that tests a claim, unless the claim names another

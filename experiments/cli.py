@@ -65,10 +65,10 @@ def run_(
     from experiments.evidence import known_cells
     from experiments.pages import PAGE, write_index
     from experiments.pictures import further
+    from fl_bn.app.config import ConfigError
+    from fl_bn.app.overrides import parse_overrides
+    from fl_bn.app.sweep.file import read
     from fl_bn.federation.engines.workers import cores
-    from fl_bn.run.config import ConfigError
-    from fl_bn.run.overrides import parse_overrides
-    from fl_bn.sweep.file import read
 
     folder, failed = Path(output), dict[str, str]()
     try:
@@ -125,7 +125,7 @@ def compact(
     """
     from experiments import evidence
     from experiments.catalogue import find
-    from fl_bn.run.config import ConfigError
+    from fl_bn.app.config import ConfigError
 
     try:
         measures = evidence.measures()
@@ -153,7 +153,7 @@ def evidence(
     EVIDENCE.md has our numbers for each claim, a paired test over seeds, and a verdict.
     """
     from experiments.evidence_page import write_evidence
-    from fl_bn.run.config import ConfigError
+    from fl_bn.app.config import ConfigError
 
     try:
         made = write_evidence(folder, pages, readme_file=readme)

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from experiments.gradient_deviation import Batch, gradient_deviations
+from fl_bn.app.assembly import client_model, client_samples, source_model, task
+from fl_bn.app.config import SITES, ConfigError, RunConfig
+from fl_bn.app.device import device
 from fl_bn.bn.conversion import convert
 from fl_bn.bn.derived import load_tensors
 from fl_bn.bn.modules import copied
@@ -26,9 +29,6 @@ from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import seeded
 from fl_bn.methods import METHODS, Phase
-from fl_bn.run.assembly import client_model, client_samples, source_model, task
-from fl_bn.run.config import SITES, ConfigError, RunConfig
-from fl_bn.run.device import device
 from fl_bn.support.names import expected
 from fl_bn.task import MetricState
 

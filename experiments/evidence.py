@@ -15,14 +15,14 @@ from experiments.claims import FILE, LEAST, VARIANT, Claim, Own, Place, Register
 from experiments.judging import MISSING, Outcome, answer, reasons, verdict
 from experiments.kept import ANY_DATA, Kept, cells_of, finished, in_ways, keep, load, measured, own_config
 from experiments.scale import too_short
+from fl_bn.app.config import ConfigError
+from fl_bn.app.report.cells import Cell as Shown
+from fl_bn.app.report.page import Report, report_of
+from fl_bn.app.report.settings import SEED, Settings, parse_settings
+from fl_bn.app.sweep.cells import Cell
+from fl_bn.app.sweep.file import PAPER, read
 from fl_bn.options import Value
-from fl_bn.report.cells import Cell as Shown
-from fl_bn.report.page import Report, report_of
-from fl_bn.report.settings import SEED, Settings, parse_settings
-from fl_bn.run.config import ConfigError
 from fl_bn.support.names import unknown
-from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.file import PAPER, read
 
 RESULTS = "results"  # the folder of the files with JSON lines
 SMALL = "small"  # the variant for trying an experiment out; its results are not kept

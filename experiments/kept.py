@@ -13,14 +13,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fl_bn.app.config import ConfigError, RunConfig
+from fl_bn.app.former import renewed
+from fl_bn.app.report.cells import EVALUATION
+from fl_bn.app.report.cells import Cell as Shown
+from fl_bn.app.sweep.cells import OWN, ROUNDS_OTHERWISE, Cell
+from fl_bn.app.sweep.file import Sweep
 from fl_bn.options import Value
-from fl_bn.report.cells import EVALUATION
-from fl_bn.report.cells import Cell as Shown
-from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.run.former import renewed
 from fl_bn.support import durable
-from fl_bn.sweep.cells import OWN, ROUNDS_OTHERWISE, Cell
-from fl_bn.sweep.file import Sweep
 from fl_bn.task import CLASSIFICATION
 
 ANY_DATA = "{data}"  # stands for the folder of the data in committed results, so that they are the same on all machines
@@ -49,7 +49,7 @@ class Kept:
     curve: tuple[Mapping[str, Any], ...]
 
     def shown(self) -> Shown:
-        """Return the result as a cell of ``fl_bn.report``, the form that reports read."""
+        """Return the result as a cell of ``fl_bn.app.report``, the form that reports read."""
         return Shown(self.name, self.axes, {**RunConfig().to_mapping(), **self.config}, "finished", rows=self.curve)
 
     def line(self) -> str:

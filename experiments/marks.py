@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fl_bn.run.config import ConfigError
+from fl_bn.app.config import ConfigError
 
 END = "<!-- end -->"
 

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from fl_bn.support import durable
 
-PAGE = "report.html"  # as fl_bn.report calls the page of a sweep
+PAGE = "report.html"  # as fl_bn.app.report calls the page of a sweep
 
 
 def write_program_page(folder: Path, source: Path) -> Path:

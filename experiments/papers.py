@@ -16,6 +16,10 @@ from experiments.data.shift import SHIFTS, Limit, limited, shifted
 from experiments.diagnostics import DIAGNOSTICS, Diagnostics
 from experiments.networks import STEMS, maker_of, with_projection, without_dropout
 from experiments.standardise import STANDARDS, standardised
+from fl_bn.app.assembly import shape
+from fl_bn.app.config import SITES
+from fl_bn.app.errors import ConfigError
+from fl_bn.app.setup import Setup
 from fl_bn.bn.roles import batch_norms
 from fl_bn.data.record import SPLITS, TEST, TRAINING, Dataset
 from fl_bn.federation.local import Samples, torch_seed
@@ -29,15 +33,11 @@ from fl_bn.methods.hbn import HBNOptions
 from fl_bn.objectives.scaffold import Scaffold
 from fl_bn.options import Used, declared, option, refuse, used_with
 from fl_bn.robust.attacks import ATTACKS, LABEL_FLIP, ON
-from fl_bn.run.assembly import shape
-from fl_bn.run.config import SITES
-from fl_bn.run.errors import ConfigError
-from fl_bn.run.setup import Setup
 from fl_bn.support.names import names_of
 from fl_bn.task import LABELS, MASKS, kind_of
 
 if TYPE_CHECKING:
-    from fl_bn.run.config import RunConfig
+    from fl_bn.app.config import RunConfig
 
 
 def _freezes_later(config: Any) -> bool:

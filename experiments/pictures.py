@@ -19,9 +19,9 @@ import numpy as np
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
-from fl_bn.report.layout import Layout
-from fl_bn.report.pictures import Picture
-from fl_bn.run.palette import DIFFERENCE, line
+from fl_bn.app.palette import DIFFERENCE, line
+from fl_bn.app.report.layout import Layout
+from fl_bn.app.report.pictures import Picture
 
 Curves = dict[str, dict[str, dict[int, float]]]  # quantity -> row -> round -> value
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from experiments.evidence import Runs
-from fl_bn.report.settings import SEED, label
+from fl_bn.app.report.settings import SEED, label
 
 AXIS = "rate"  # the axis of the learning rates in the variant that tries them
 

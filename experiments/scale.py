@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from experiments.claims import Claim, Rules
+from fl_bn.app.config import RunConfig
+from fl_bn.app.former import renewed
+from fl_bn.app.report.cells import Cell
+from fl_bn.app.usage import Usage
 from fl_bn.federation.settings import milestones_of
-from fl_bn.report.cells import Cell
-from fl_bn.run.config import RunConfig
-from fl_bn.run.former import renewed
-from fl_bn.run.usage import Usage
 
 STEADY = 0.1  # flatness counts only if a phase's last rate is at least this share of its first
 LAST = 0.2  # the last share of a phase, in which a flat curve gains little

@@ -21,7 +21,7 @@ ValueError: smoothing's strength must be in (0, 1], but got 2
 
 The run config's keys are collected from registries, dicts from name to constructor
 such as ``METHODS``, and from the parts that every run has, such as local training
-(``fl_bn.run.run_keys.VALUES``).
+(``fl_bn.app.run_keys.VALUES``).
 
 A constructor's default is neutral, such as a decay of 1. A run config's default is
 chosen to train well. If the two differ, ``option(..., run=...)`` states the run

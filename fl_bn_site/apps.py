@@ -37,7 +37,7 @@ from fl_bn_site import wire
 from fl_bn_site.endings import ending, in_words, out_of_memory_kills
 
 PROGRAM = "flwr-clientapp"  # the program of Flower whose work a process of a message does
-INSTALLED = "fl_bn.apps.client:app"  # the app that runs where the policy allows only installed code
+INSTALLED = "fl_bn.app.client:app"  # the app that runs where the policy allows only installed code
 ED25519 = "cryptography.hazmat.primitives.asymmetric.ed25519"  # for layer-wise exchanges
 PRELOADED = (
     *("numpy", "scipy.linalg", "torch", "torch._dynamo", "PIL.Image", "safetensors.torch", "threadpoolctl", "joblib", ED25519),

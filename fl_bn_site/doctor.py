@@ -8,8 +8,8 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
-from fl_bn.checks import machine
-from fl_bn.checks.run import run, site_experiment
+from fl_bn.app.checks import machine
+from fl_bn.app.checks.run import run, site_experiment
 from fl_bn.support.durable import hold
 from fl_bn.support.finding import Finding, guard, guard_each, reason
 from fl_bn_site import checks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from fl_bn.run.errors import ConfigError
-from fl_bn.run.overrides import parse_overrides
+from fl_bn.app.errors import ConfigError
+from fl_bn.app.overrides import parse_overrides
 from fl_bn.support.flower_config import Scalar
 from fl_bn.support.names import unknown
 from fl_bn_site.project import OF_RUN

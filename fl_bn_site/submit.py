@@ -10,9 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fl_bn.run.checkpoints import CONFIG, FOLDER, config_to_resume
-from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.run.overrides import parse_overrides
+from fl_bn.app.checkpoints import CONFIG, FOLDER, config_to_resume
+from fl_bn.app.config import ConfigError, RunConfig
+from fl_bn.app.overrides import parse_overrides
 from fl_bn.support.flower_config import PROGRESS, Scalar, flower_config
 from fl_bn_site.control import SILENCE, Control, ControlError, control_of
 from fl_bn_site.folders import FolderError, ServerFolder

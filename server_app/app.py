@@ -1,10 +1,10 @@
-"""Make the ServerApp for ``flwr run .`` in this folder, by ``fl_bn.apps.server``.
+"""Make the ServerApp for ``flwr run .`` in this folder, by ``fl_bn.app.server``.
 
 Run configs may name functions in the modules of this folder.
 """
 
 from pathlib import Path
 
-from fl_bn.apps.server import make_app
+from fl_bn.app.server import make_app
 
 app = make_app(Path(__file__).parents[1])

@@ -25,11 +25,11 @@ ORDER = [  # a module may import from layers above its own, and from its own pac
     {"federation"},
     {"secure"},
     {"flower"},
-    {"run"},
-    {"report"},
-    {"sweep"},
-    {"advise", "checks"},
-    {"cli", "apps"},
+    {"app"},
+    {"app.report"},
+    {"app.sweep"},
+    {"app.advise", "app.checks"},
+    {"cli", "app.server", "app.client"},
     {"server_app", "client_app"},
     {"fl_bn_site", "experiments"},  # of the first fl_bn knows where its command line adds its commands, and nowhere else
 ]
@@ -47,13 +47,12 @@ FLOWER_LEGACY = {  # public, too, but of Flower's older API: the files that stil
 }
 RAY = {  # the files that use Ray itself
     "fl_bn/flower/lost_actors.py": {"ray", "ray.exceptions"},
-    "fl_bn/sweep/cluster.py": {"ray", "ray.exceptions"},
 }
 FLOWER_PRIVATE = "fl_bn/flower/compat.py"  # the one file that may name anything else of Flower's, or ask for its version
 
 FLOWER = {  # the files outside fl_bn/flower that use Flower, and all of it that they may
-    "fl_bn/apps/server.py": {"flwr.app", "flwr.serverapp"},
-    "fl_bn/apps/client.py": {"flwr.app", "flwr.clientapp"},
+    "fl_bn/app/server.py": {"flwr.app", "flwr.serverapp"},
+    "fl_bn/app/client.py": {"flwr.app", "flwr.clientapp"},
     "fl_bn_site/leaving.py": {"flwr.app"},
     "fl_bn_site/answer.py": {"flwr.app"},
     "fl_bn_site/wire.py": {"flwr.app"},
@@ -76,14 +75,16 @@ def _imports(source: str) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            yield from [f"fl_bn.{alias.name}" for alias in node.names] if node.module == "fl_bn" else [node.module or ""]
+            module = node.module or ""
+            yield from [f"{module}.{alias.name}" for alias in node.names] if module in ("fl_bn", "fl_bn.app") else [module]
 
 
 def module_of(name: str) -> str | None:
-    """``fl_bn.data.npz`` is ``data``; ``server_app.app`` is ``server_app``; None: not this project's."""
-    first, _, rest = name.partition(".")
+    """``fl_bn.data.npz`` is ``data``, ``fl_bn.app.sweep.file`` ``app.sweep``, ``server_app.app`` ``server_app``; None: another project."""
+    first, *rest = name.split(".")
     if first == "fl_bn":
-        return EXPORTED.get(rest, rest).partition(".")[0]
+        part = ".".join(rest[:2])
+        return part if part in RANK else EXPORTED.get(part, rest[0] if rest else "")
     return first if first in HOUSES else None
 
 
@@ -125,6 +126,8 @@ def test_an_import_against_the_order_is_found() -> None:
         ("fl_bn/data/npz.py", "from fl_bn.federation.local import Samples"),
         ("fl_bn/bn/moments.py", "def f():\n    import fl_bn.methods"),
         ("fl_bn/federation/local.py", "from fl_bn import flower"),
+        ("fl_bn/app/config.py", "from fl_bn.app import report"),
+        ("fl_bn/app/sweep/file.py", "from fl_bn.app.server import app"),
         ("fl_bn/unheard_of.py", "from fl_bn.bn.moments import pool"),
     ):
         assert len(against_the_order(file, source)) == 1
@@ -171,7 +174,8 @@ def test_a_private_part_of_flower_is_found() -> None:
 def test_files_explain_themselves_and_the_apps_are_short() -> None:
     """A file is one idea, however long; the composition roots only put things together."""
     sources = {relative(file): file.read_text() for file in SOURCES}
-    roots = [file for file in sources if file.startswith(("fl_bn/apps", "server_app", "client_app"))]
+    roots = [file for file in sources if file.startswith(("fl_bn/app/server.py", "fl_bn/app/client.py", "server_app", "client_app"))]
+    assert len(roots) == 6
     assert [file for file in roots if len(sources[file].splitlines()) > 90] == []
     assert [file for file, text in sources.items() if not ast.get_docstring(ast.parse(text))] == []
 
@@ -202,7 +206,7 @@ def at_the_top(source: str) -> set[str]:
 
 def test_the_core_imports_nothing_of_an_extra() -> None:
     """Packages of an extra are imported inside functions, or in files that serve pictures, pages, Ray or a deployment and nothing else."""
-    outside = ("fl_bn/report/", "fl_bn/run/pictures.py", "fl_bn_site/", "experiments/", *RAY)
+    outside = ("fl_bn/app/report/", "fl_bn/app/pictures.py", "fl_bn_site/", "experiments/", *RAY)
     found = {relative(file): at_the_top(file.read_text()) & EXTRAS.keys() for file in SOURCES if not relative(file).startswith(outside)}
     assert {file: names for file, names in found.items() if names} == {}
     assert at_the_top("import torch\nimport ray.util\ndef f():\n    import jinja2") == {"torch", "ray"}  # control

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from flwr.app import Context, RecordDict
 
-from fl_bn.apps.client import build_client
+from fl_bn.app import assembly, setup
+from fl_bn.app.client import build_client
+from fl_bn.app.config import ConfigError, RunConfig
 from fl_bn.flower import run_in_process
-from fl_bn.run import assembly, setup
-from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.support.user_code import OWN, VARIABLE, Modules, Refused, function
 from tests.listed import listed
 from tests.refusals import naming

@@ -45,10 +45,10 @@ def advise(
     the most similar clients we know. With --pilot, the best methods are compared on
     your clients in short runs. Test data take no part.
     """
-    from fl_bn.advise.measure import measure
-    from fl_bn.advise.regimes import BASELINE, load, nearest
-    from fl_bn.run.config import ConfigError
-    from fl_bn.run.usage import Usage
+    from fl_bn.app.advise.measure import measure
+    from fl_bn.app.advise.regimes import BASELINE, load, nearest
+    from fl_bn.app.config import ConfigError
+    from fl_bn.app.usage import Usage
 
     sys.path.insert(0, str(Path.cwd()))  # the user's own data functions, as `fl-bn run` finds them
     console = Console()
@@ -90,9 +90,9 @@ def _keys(data: str, run_config: str) -> dict[str, Any]:
 
     ``ConfigError``: argument and run config both name data, or a method is given.
     """
+    from fl_bn.app.config import ConfigError
+    from fl_bn.app.overrides import parse_overrides
     from fl_bn.data.dataset import named
-    from fl_bn.run.config import ConfigError
-    from fl_bn.run.overrides import parse_overrides
 
     keys = parse_overrides(run_config)
     if "method" in keys:

@@ -48,7 +48,7 @@ def doctor(
 
 def _findings(folder: Path | None, run_config: str) -> Iterator[Finding]:
     if folder is None:
-        from fl_bn.checks.run import diagnose
+        from fl_bn.app.checks.run import diagnose
 
         return diagnose(run_config)
     need("a check of a folder of a kit", *DEPLOYMENT)

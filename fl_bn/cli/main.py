@@ -28,8 +28,8 @@ from fl_bn.support.extras import DEPLOYMENT, lacking, need
 from fl_bn.support.imports import without_gc
 
 if TYPE_CHECKING:
+    from fl_bn.app.config import RunConfig
     from fl_bn.federation.engines.workers import Workers
-    from fl_bn.run.config import RunConfig
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
@@ -91,8 +91,8 @@ class WithKeys(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help, and below it a line per key."""
-        from fl_bn.run.config import RunConfig
-        from fl_bn.run.keys import often_used
+        from fl_bn.app.config import RunConfig
+        from fl_bn.app.keys import often_used
 
         super().format_help(ctx, formatter)
         keys = Table("key", "default", "meaning", box=None, title="Keys that are often used (all: fl-bn config)", title_justify="left")
@@ -110,14 +110,14 @@ def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
     from the last checkpoint in it. There is a checkpoint every 5 rounds, unless the
     key checkpoint-every says otherwise.
     """
-    from fl_bn.run.errors import ConfigError
-    from fl_bn.run.overrides import parse_overrides
+    from fl_bn.app.errors import ConfigError
+    from fl_bn.app.overrides import parse_overrides
 
     try:
         values = parse_overrides(run_config)
         with _started(values.get("workers", 0)) as workers:
             with without_gc():
-                from fl_bn.run.config import RunConfig
+                from fl_bn.app.config import RunConfig
             config = RunConfig.from_mapping(values)
             if config.output and "checkpoint-every" not in values:
                 config = replace(config, checkpoint_every=CHECKPOINT_EVERY)
@@ -139,7 +139,7 @@ def _started(count: object) -> Iterator[Workers | None]:
         yield None
         return
     with closing(Workers(count)) as workers:
-        workers.load("fl_bn.apps.client")
+        workers.load("fl_bn.app.client")
         yield workers
 
 
@@ -159,8 +159,8 @@ def resume(
 
         go_on(folder, name, control, key, own)
         return
-    from fl_bn.run.checkpoints import config_to_resume
-    from fl_bn.run.errors import ConfigError
+    from fl_bn.app.checkpoints import config_to_resume
+    from fl_bn.app.errors import ConfigError
 
     try:
         config = config_to_resume(folder)
@@ -171,10 +171,10 @@ def resume(
 
 def _run(config: RunConfig, verbose: bool, workers: Workers | None = None) -> None:
     with without_gc():
+        from fl_bn.app.config import ConfigError
+        from fl_bn.app.console import shown
         from fl_bn.bn.kinds import Unconvertible
         from fl_bn.flower import RunFailed, run_in_process
-        from fl_bn.run.config import ConfigError
-        from fl_bn.run.console import shown
         from fl_bn.support.durable import Damaged
 
     try:
@@ -236,8 +236,8 @@ def config(
 
     Keys of installed packages that add methods are included.
     """
-    from fl_bn.run.config import ConfigError, RunConfig
-    from fl_bn.run.keys import defaults, described
+    from fl_bn.app.config import ConfigError, RunConfig
+    from fl_bn.app.keys import defaults, described
 
     try:
         keys = RunConfig.keys()

@@ -18,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fl_bn.cli.refusal import refused
 
 if TYPE_CHECKING:  # these would import torch, which takes seconds and is not needed for --help
-    from fl_bn.report.page import Further
-    from fl_bn.sweep.file import Sweep
+    from fl_bn.app.report.page import Further
+    from fl_bn.app.sweep.file import Sweep
 
 console = Console()
 
@@ -40,8 +40,8 @@ def compare(
     run_config: RunConfigOption = "",
 ) -> None:
     """Compare several methods over several seeds: a table of mean (std), curves, and a page."""
-    from fl_bn.run.config import ConfigError
-    from fl_bn.run.overrides import parse_overrides
+    from fl_bn.app.config import ConfigError
+    from fl_bn.app.overrides import parse_overrides
 
     folder = Path(output or f"runs/compare-{datetime.now():%Y%m%d-%H%M%S}")
     try:
@@ -58,8 +58,8 @@ def compared(methods: str, seeds: int, keys: Mapping[str, Any], folder: Path, jo
     ``jobs`` 0: one run per core. Return the error of each failed run, by its name.
     ``ConfigError``: a key is wrong, or the methods cannot be compared.
     """
-    from fl_bn.run.usage import Usage
-    from fl_bn.sweep.compare import comparison
+    from fl_bn.app.sweep.compare import comparison
+    from fl_bn.app.usage import Usage
 
     config = Usage().config(keys)
     title = f"{config.dataset}, {config.model}, {config.clients} clients, {config.partition_in_words()}, {config.rounds} rounds"
@@ -84,9 +84,9 @@ def sweep(
     After an interruption, the same command continues. Given on several machines
     that share the folder, it divides the runs among them.
     """
-    from fl_bn.run.config import ConfigError
-    from fl_bn.run.overrides import parse_overrides
-    from fl_bn.sweep.file import read
+    from fl_bn.app.config import ConfigError
+    from fl_bn.app.overrides import parse_overrides
+    from fl_bn.app.sweep.file import read
 
     folder = Path(output or f"runs/{file.stem}{f'-{variant}' if variant else ''}")
     try:
@@ -127,8 +127,8 @@ def carry_out(
     Return the error of each failed cell, by its name. ``ConfigError``: the data or
     a network is wrong.
     """
-    from fl_bn.report import write_report
-    from fl_bn.sweep import run
+    from fl_bn.app.report import write_report
+    from fl_bn.app.sweep import run
 
     plan = run.plan(chosen, folder, retry=retry, only=only, known=known or ())
     run.check(plan.todo)
@@ -169,8 +169,8 @@ def report(
     Runs that differ only in the seed are one row of the table, and one line with a
     band.
     """
-    from fl_bn.report import write_report
-    from fl_bn.run.config import ConfigError
+    from fl_bn.app.config import ConfigError
+    from fl_bn.app.report import write_report
 
     of_sweep = len(folders) == 1 and (folders[0] / "sweep.toml").exists()
     try:

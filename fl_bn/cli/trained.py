@@ -29,12 +29,12 @@ def adapt(
     BatchNorm is fitted to the client's unlabelled data. The metrics before and
     after are shown.
     """
+    from fl_bn.app import adapt as adapting
+    from fl_bn.app.assembly import limit_threads, task
+    from fl_bn.app.device import device
+    from fl_bn.app.former import values_of
+    from fl_bn.app.usage import Usage
     from fl_bn.federation.recalibration import HOW
-    from fl_bn.run import adapt as adapting
-    from fl_bn.run.assembly import limit_threads, task
-    from fl_bn.run.device import device
-    from fl_bn.run.former import values_of
-    from fl_bn.run.usage import Usage
 
     try:
         config = Usage().config(values_of(model))
@@ -75,9 +75,9 @@ def recalibrate(
     statistics. A pass that goes layer by layer makes all layers exact. Otherwise,
     pass p makes layers 1..p exact.
     """
+    from fl_bn.app.overrides import parse_overrides
+    from fl_bn.app.recalibrate import planned
     from fl_bn.flower import RunFailed, run_in_process
-    from fl_bn.run.overrides import parse_overrides
-    from fl_bn.run.recalibrate import planned
 
     try:
         folder = run_in_process(planned(source, parse_overrides(run_config), passes, output).to_mapping())

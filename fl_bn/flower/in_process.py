@@ -199,8 +199,8 @@ class InProcessGrid(Grid):
 def run_in_process(
     config: Mapping[str, Any],
     *,
-    server_app: ServerApp | str = "fl_bn.apps.server:app",
-    client_app: ClientApp | str = "fl_bn.apps.client:app",
+    server_app: ServerApp | str = "fl_bn.app.server:app",
+    client_app: ClientApp | str = "fl_bn.app.client:app",
     workers: Workers | None = None,
 ) -> Any:
     """Run the ServerApp and ClientApp in this process, and restore torch's number of threads.

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fl_bn.advise import regimes
-from fl_bn.run.assembly import source_model
-from fl_bn.run.config import RunConfig
-from fl_bn.run.overrides import parse_overrides
+from fl_bn.app.advise import regimes
+from fl_bn.app.assembly import source_model
+from fl_bn.app.config import RunConfig
+from fl_bn.app.overrides import parse_overrides
 from tests.advise.test_measure import MAP
 from tests.experiment.inside import ends_well, ends_with_a_sentence, override
 from tests.experiment.small_data import small_config, small_sites

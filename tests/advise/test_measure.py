@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from fl_bn.advise.measure import Measured, classes_of, distance, label_skew, measure, sample_moments
-from fl_bn.advise.regimes import Regime, dump, load, nearest
+from fl_bn.app.advise.measure import Measured, classes_of, distance, label_skew, measure, sample_moments
+from fl_bn.app.advise.regimes import Regime, dump, load, nearest
+from fl_bn.app.config import RunConfig
+from fl_bn.app.former import PAPERS
 from fl_bn.federation.local import Samples
-from fl_bn.run.config import RunConfig
-from fl_bn.run.former import PAPERS
 from tests.experiment.small_data import small_config
 from tests.listed import listed
 

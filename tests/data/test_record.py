@@ -11,13 +11,13 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
+from fl_bn.app.assembly import OwnData, client_samples, partitions
+from fl_bn.app.config import RunConfig
 from fl_bn.data.dataset import load, to_input
 from fl_bn.data.digits import SPLIT
 from fl_bn.data.images import resize
 from fl_bn.data.record import Dataset
 from fl_bn.data.subsets import hold_out
-from fl_bn.run.assembly import OwnData, client_samples, partitions
-from fl_bn.run.config import RunConfig
 from tests.experiment.small_data import small_config, small_npz
 from tests.listed import listed
 from tests.refusals import wrong_data

@@ -4,11 +4,11 @@
 
 from __future__ import annotations
 
-from fl_bn.checks import machine
+from fl_bn.app.checks import machine
+from fl_bn.app.config import ConfigError
+from fl_bn.app.overrides import parse_overrides
 from fl_bn.cli.main import app
 from fl_bn.exchange.grpc.client import GrpcExchange
-from fl_bn.run.config import ConfigError
-from fl_bn.run.overrides import parse_overrides
 from fl_bn.support.finding import Finding
 from fl_bn.support.flower_config import Scalar, flower_config
 from fl_bn_site.audit import append, files_in, lines_in

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fl_bn.checks import run as experiment
+from fl_bn.app.checks import run as experiment
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.support.flower_config import flower_config
 from fl_bn_site import checks

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.run.errors import ConfigError
+from fl_bn.app.errors import ConfigError
 from fl_bn_site.own_config import own_config
 from fl_bn_site.project import OF_RUN
 from tests.deployment.inner import FolderError, Package, ServerFolder, build

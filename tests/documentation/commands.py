@@ -13,9 +13,9 @@ import click
 import typer
 
 from experiments.cli import experiments
+from fl_bn.app.config import RunConfig
+from fl_bn.app.overrides import parse_overrides
 from fl_bn.cli.main import app
-from fl_bn.run.config import RunConfig
-from fl_bn.run.overrides import parse_overrides
 from tests.documentation.pages import ROOT
 
 OPERATORS = {"&&", "||", "|", ";", "&"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.marks import replaced
-from fl_bn.advise import regimes
+from fl_bn.app.advise import regimes
 from tests.documentation.pages import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -3,6 +3,7 @@
 # ruff: noqa: F401
 from __future__ import annotations
 
+from fl_bn.app.config import RunConfig
 from fl_bn.bn.derived import derivation
 from fl_bn.bn.kinds import Unconvertible
 from fl_bn.bn.roles import batch_norms, roles
@@ -17,5 +18,4 @@ from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from fl_bn.federation.schema import START
 from fl_bn.federation.values import ClientState
 from fl_bn.models.weights import load_weights
-from fl_bn.run.config import RunConfig
 from fl_bn.support.durable import Damaged

@@ -16,18 +16,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from fl_bn.app.assembly import OwnData, client_samples, dataset, partitions, source_model
+from fl_bn.app.centralised import run_centralised
+from fl_bn.app.config import ConfigError, RunConfig
+from fl_bn.app.former import renewed
+from fl_bn.app.overrides import parse_overrides
+from fl_bn.app.run_directory import RunDirectory
 from fl_bn.bn.conversion import convert
 from fl_bn.cli.main import app
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord
 from fl_bn.federation.settings import seeded
-from fl_bn.run.assembly import OwnData, client_samples, dataset, partitions, source_model
-from fl_bn.run.centralised import run_centralised
-from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.run.former import renewed
-from fl_bn.run.overrides import parse_overrides
-from fl_bn.run.run_directory import RunDirectory
 from fl_bn.support import durable
 
 Keys = Mapping[str, Any]

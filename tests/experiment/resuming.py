@@ -13,11 +13,11 @@ import pytest
 from torch import nn
 
 from fl_bn import Callback
+from fl_bn.app.config import RunConfig
+from fl_bn.app.former import renewed
+from fl_bn.app.run_directory import LOCK, RunDirectory, environment
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import run_in_process
-from fl_bn.run.config import RunConfig
-from fl_bn.run.former import renewed
-from fl_bn.run.run_directory import LOCK, RunDirectory, environment
 from tests.experiment.small_data import small_config
 from tests.integration.runs import bits, table
 
@@ -94,7 +94,7 @@ def stopped(values: Values, at: int, dies: bool = False) -> Path:
 
 def run(values: Values, **overrides: str | int | float | bool) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fl_bn.run.run_directory.environment", lambda: THE_SAME)  # takes as long as a round
+        patch.setattr("fl_bn.app.run_directory.environment", lambda: THE_SAME)  # takes as long as a round
         path = run_in_process(values | {name.replace("_", "-"): value for name, value in overrides.items()})
     assert path is not None
     return path

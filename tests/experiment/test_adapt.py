@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fl_bn.app.adapt import newcomer
+from fl_bn.app.former import PAPERS
+from fl_bn.app.history import read_rows
 from fl_bn.federation.recalibration import HOW
 from fl_bn.flower import run_in_process
-from fl_bn.run.adapt import newcomer
-from fl_bn.run.former import PAPERS
-from fl_bn.run.history import read_rows
 from tests.experiment.inside import (
     config,
     dataset,

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fl_bn.app.history import per_domain
+from fl_bn.app.sweep.file import parse
+from fl_bn.app.testing import test_metrics as metrics_of_test
 from fl_bn.models import build
 from fl_bn.robust.attacks import LABEL_FLIP
-from fl_bn.run.history import per_domain
-from fl_bn.run.testing import test_metrics as metrics_of_test
-from fl_bn.sweep.file import parse
 from tests.data.test_own_files import draw
 from tests.experiment.inside import (
     RunConfig,

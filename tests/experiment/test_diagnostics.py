@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from experiments.diagnostics import Diagnostics
 from experiments.gradient_deviation import Batch, gradient_deviations
+from fl_bn.app.assembly import client_model
 from fl_bn.flower import run_in_process
 from fl_bn.methods import METHODS
-from fl_bn.run.assembly import client_model
 from tests.experiment import inside
 from tests.experiment.inside import RoundRecord, RunConfig, Samples, convert, dataset, evaluate, refusing
 from tests.experiment.small_data import small_config

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fl_bn.app.disclosure_report import COLUMNS, DisclosureTotals, disclosure_csv, disclosure_table
+from fl_bn.app.history import client_rows, record_of, round_columns, round_line, round_row
+from fl_bn.app.summary import summary
 from fl_bn.federation.gradients import PATH
 from fl_bn.federation.record import named_series
-from fl_bn.run.disclosure_report import COLUMNS, DisclosureTotals, disclosure_csv, disclosure_table
-from fl_bn.run.history import client_rows, record_of, round_columns, round_line, round_row
-from fl_bn.run.summary import summary
 from fl_bn.task import CLASS, CLASSIFICATION
 from tests.experiment.inside import ClientRecord, Disclosure, Drift, RoundRecord, RunDirectory, config
 from tests.listed import listed

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from fl_bn.app.config import REGISTRIES
+from fl_bn.app.former import IN_PAPERS
+from fl_bn.app.run_keys import general_options
+from fl_bn.app.used import HasNoEffect, conditions
 from fl_bn.methods import METHODS
 from fl_bn.options import options_by_key
-from fl_bn.run.config import REGISTRIES
-from fl_bn.run.former import IN_PAPERS
-from fl_bn.run.run_keys import general_options
-from fl_bn.run.used import HasNoEffect, conditions
 from tests.experiment.inside import ConfigError, RunConfig, command, config, parse_overrides, refusing
 from tests.experiment.test_options import comparable
 from tests.listed import listed

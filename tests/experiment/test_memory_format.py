@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from fl_bn.run.memory_layout import memory_format, overrun
+from fl_bn.app.memory_layout import memory_format, overrun
 from tests.experiment.inside import refusing
 from tests.integration.runs import tiny
 from tests.listed import listed

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from fl_bn import options
+from fl_bn.app.config import REGISTRIES
 from fl_bn.flower import HBN, Rounds
 from fl_bn.methods import METHODS, Method, Refresh
 from fl_bn.options import options_by_key, range_of
-from fl_bn.run.config import REGISTRIES
 from tests.experiment.inside import RunConfig, config, ends_with_a_sentence, kebab, refusing
 from tests.extension.package import installed
 from tests.integration.runs import tiny

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from torch import Tensor, nn
 
+from fl_bn.app import preflight
 from fl_bn.federation.policy import UNTIL_STILL
 from fl_bn.flower import run_in_process
-from fl_bn.run import preflight
 from tests.experiment.inside import RunConfig, config, refusing
 from tests.experiment.small_data import small_config, small_npz
 from tests.listed import listed

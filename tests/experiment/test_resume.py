@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from fl_bn.app.checkpoints import FREE, run_to_resume
 from fl_bn.methods import METHODS
-from fl_bn.run.checkpoints import FREE, run_to_resume
 from tests.experiment.inside import command, config, durable, refusing, said
 from tests.experiment.resuming import ROUNDS, Values, ends_with, in_pieces, results, run, small_run, stopped
 from tests.integration.runs import differences

@@ -14,11 +14,11 @@ from flwr.app import Context, RecordDict
 from safetensors.torch import load_file
 
 from client_app.app import app as client_app
-from fl_bn.apps.client import build_client as built
+from fl_bn.app.assembly import partition_of
+from fl_bn.app.client import build_client as built
+from fl_bn.app.device import device
 from fl_bn.flower import InProcessGrid, RunFailed
 from fl_bn.methods import METHODS
-from fl_bn.run.assembly import partition_of
-from fl_bn.run.device import device
 from server_app.app import app as server_app
 from tests.conformance.cases import every_method
 from tests.experiment.inside import OwnData, client_samples, config, convert, evaluate, refusing

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fl_bn import Task
-from fl_bn.checks.run import own_form
+from fl_bn.app.assembly import task
+from fl_bn.app.checks.run import own_form
 from fl_bn.data.dataset import load
 from fl_bn.flower import run_in_process
 from fl_bn.methods import METHODS, Role
-from fl_bn.run.assembly import task
 from fl_bn.task import CLASS
 from tests.experiment.inside import (
     OwnData,

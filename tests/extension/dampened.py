@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
+from fl_bn.app.run_keys import VALUES
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.options import option, used_with
-from fl_bn.run.run_keys import VALUES
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.run.config import REGISTRIES
-from fl_bn.run.run_keys import VALUES
+from fl_bn.app.config import REGISTRIES
+from fl_bn.app.run_keys import VALUES
 from fl_bn.support.user_code import import_extensions
 
 
@@ -39,7 +39,7 @@ def installed(site: Path, modules: Mapping[str, str], monkeypatch: pytest.Monkey
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: own-package\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[fl_bn]\n" + "".join(f"{name} = own_package.{name}\n" for name in modules))
     monkeypatch.syspath_prepend(site)
-    monkeypatch.setattr("fl_bn.run.run_directory.environment", dict)  # takes as long as the run
+    monkeypatch.setattr("fl_bn.app.run_directory.environment", dict)  # takes as long as the run
     import_extensions.cache_clear()
     with registries_kept():
         yield

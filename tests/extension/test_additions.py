@@ -15,6 +15,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fl_bn import Federation, SeededBatches, methods
+from fl_bn.app.config import ConfigError, RunConfig
+from fl_bn.app.run_keys import VALUES
 from fl_bn.cli.main import app
 from fl_bn.federation.federation import SGD_05
 from fl_bn.federation.policy import RunSpec, ServerPolicy, constant_rate
@@ -22,8 +24,6 @@ from fl_bn.federation.run import run
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
 from fl_bn.flower import run_in_process
-from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.run.run_keys import VALUES
 from tests.extension import threads_transport
 from tests.extension.package import forget, installed
 from tests.federation import random_samples

@@ -12,6 +12,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.clientapp import ClientApp
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
+from fl_bn.app.assembly import source_model
+from fl_bn.app.config import RunConfig
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.aggregation import Defence
 from fl_bn.federation.local import Samples
@@ -21,8 +23,6 @@ from fl_bn.federation.shared_model import SharedModel
 from fl_bn.federation.values import Reply, to_numpy
 from fl_bn.flower.wire.codec import OURS, header_for, to_record, to_records
 from fl_bn.methods import METHODS
-from fl_bn.run.assembly import source_model
-from fl_bn.run.config import RunConfig
 from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.wire import WireError

@@ -17,7 +17,7 @@ from tests.listed import listed
 HOST = "127.0.0.1"
 CONFIG = {"clients": 2, "method": "fedtan", "dataset": "digits-plain", "model": "digits-cnn-small", "output": ""}
 FAILED, NOT_ALLOWED = "own log", "exchange-addresses"  # words of the two sentences that a server may hear
-APPS: dict[str, ClientApp | str] = {"application": "fl_bn.apps.client:app", "own app": own_app("fedtan")}
+APPS: dict[str, ClientApp | str] = {"application": "fl_bn.app.client:app", "own app": own_app("fedtan")}
 KINDS = {"query.rendezvous": None, "train": Phase.EXCHANGE, "query.statistics": Phase.MEASURE}
 PLACES = {  # the program, the site's line, and whether it allows this machine
     "nothing named in a simulation": ("pytest", None, True),

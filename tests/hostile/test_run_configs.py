@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.app.config import ConfigError, RunConfig
 
 NUMBERS = [0, 1, 2, 31, -1, 2**31, -(2**70), 0.0, 1e-300, 0.5, 1.0, 1e38, float("inf"), float("nan")]
 TEXTS = [

@@ -16,7 +16,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-from fl_bn.apps.client import build_client
+from fl_bn.app.client import build_client
 from fl_bn.flower import BatchNormClient, make_client_app
 from fl_bn.methods import METHODS
 from server_app.app import app as served

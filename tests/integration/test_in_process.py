@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fl_bn.app.assembly import source_model
+from fl_bn.app.config import RunConfig
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.methods import METHODS
-from fl_bn.run.assembly import source_model
-from fl_bn.run.config import RunConfig
 from tests.integration.runs import TINY, table, tiny
 
 FILES = {

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fl_bn.app.config import RunConfig
 from fl_bn.methods import METHODS
-from fl_bn.run.config import RunConfig
 from tests.experiment.inside import override
 from tests.integration.runs import LIE, ROOT, TINY, bits, differences, environment, tiny
 

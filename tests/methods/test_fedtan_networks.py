@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from fl_bn import methods
+from fl_bn.app.assembly import source_model
+from fl_bn.app.config import RunConfig
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS, Method
 from fl_bn.models import build
-from fl_bn.run.assembly import source_model
-from fl_bn.run.config import RunConfig
 from tests.equivalence.product import compute
 from tests.equivalence.row import Row
 from tests.in_process import run

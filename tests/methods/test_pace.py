@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim import SGD
 
 from fl_bn import Federation
+from fl_bn.app.config import RunConfig
 from fl_bn.bn.moments import Moments, Running
 from fl_bn.federation.gradients import PATH, STEP
 from fl_bn.federation.settings import Schedule
 from fl_bn.methods import METHODS, LayerReports, Method, freeze
 from fl_bn.methods.fbn import LIMIT, slowdown
-from fl_bn.run.config import RunConfig
 from tests.equivalence.row import make_clients
 from tests.listed import listed
 from tests.networks import seeded_network

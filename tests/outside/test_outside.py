@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from fl_bn import Federation, methods, per_client
+from fl_bn.app.config import ConfigError, RunConfig
 from fl_bn.cli.main import app as command
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.federation.aggregation import Defence
 from fl_bn.flower import FBN, FedBN, InProcessGrid, RunFailed, legacy_client_app, legacy_server_app, run_in_process
 from fl_bn.flower.compat import has_ended
-from fl_bn.run.config import ConfigError, RunConfig
 from tests.conformance.doors import SIZES, Asked, Client, network
 from tests.flower.own_apps import CLIENTS, client_of, own_app
 from tests.flower.own_apps import net as own_net

@@ -44,7 +44,7 @@ def test_without_matplotlib_a_command_says_so_and_a_run_ends_without_pictures(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in [name for name in sys.modules if name.startswith(("fl_bn.report", "fl_bn.run.pictures", "fl_bn.sweep.compare"))]:
+    for name in [name for name in sys.modules if name.startswith(("fl_bn.app.report", "fl_bn.app.pictures", "fl_bn.app.sweep.compare"))]:
         monkeypatch.delitem(sys.modules, name)
     for command in (("report", "nowhere"), ("compare", "--run-config", RUN.replace(" name='first'", ""))):
         code, text = said(*command)

@@ -34,7 +34,7 @@ def test_it_holds_two_houses_and_every_file_of_theirs_and_requires_what_the_proj
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"fl_bn", "fl_bn_site"}
     files = [path for house in ("fl_bn", "fl_bn_site") for path in (ROOT / house).rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert {path.relative_to(ROOT).as_posix() for path in files} - set(names) == set()
-    assert {"fl_bn/py.typed", "fl_bn/report/templates/report.html", "fl_bn_site/kit_files/site.md"} <= set(names)
+    assert {"fl_bn/py.typed", "fl_bn/app/report/templates/report.html", "fl_bn_site/kit_files/site.md"} <= set(names)
     assert not [name for name in names if "__pycache__" in name]
     (metadata,) = [name for name in names if name.endswith("METADATA")]
     needed = [line.partition(": ")[2] for line in archive.read(metadata).decode().splitlines() if line.startswith("Requires-Dist: ")]

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_bn.report.cells import read_cells
-from fl_bn.report.page import Report, report_of
-from fl_bn.report.settings import read_settings
+from fl_bn.app.report.cells import read_cells
+from fl_bn.app.report.page import Report, report_of
+from fl_bn.app.report.settings import read_settings
 
 
 def read(folder: Path) -> Report:

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fl_bn.report import write_report
-from fl_bn.report.cells import Cell, read_cells
-from fl_bn.report.formats import runs_csv, to_markdown
-from fl_bn.report.layout import Table, lay_out, tabulate
-from fl_bn.report.pictures import series
-from fl_bn.report.settings import read_settings
-from fl_bn.run.config import ConfigError
+from fl_bn.app.config import ConfigError
+from fl_bn.app.report import write_report
+from fl_bn.app.report.cells import Cell, read_cells
+from fl_bn.app.report.formats import runs_csv, to_markdown
+from fl_bn.app.report.layout import Table, lay_out, tabulate
+from fl_bn.app.report.pictures import series
+from fl_bn.app.report.settings import read_settings
 from tests.listed import listed
 from tests.refusals import naming
 from tests.report.made_up import comparison, read, rounds, run, sweep

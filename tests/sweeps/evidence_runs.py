@@ -11,8 +11,8 @@ import tomli_w
 from experiments.catalogue import Experiment
 from experiments.claims import FILE, VARIANT
 from experiments.evidence import compact
-from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.file import read
+from fl_bn.app.sweep.cells import Cell
+from fl_bn.app.sweep.file import read
 
 DEFINITION = """
 title = "Two methods"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from fl_bn.run.config import RunConfig
+from fl_bn.app.config import RunConfig
 
 DEFAULTS = RunConfig(setup="experiments.papers:Papers").to_mapping()
 At = Mapping[str, Any]

@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.catalogue import FOLDER
 from experiments.claims import parse_register, read_register
-from fl_bn.run.config import ConfigError
+from fl_bn.app.config import ConfigError
 from tests.listed import listed
 from tests.refusals import naming
 from tests.sweeps.evidence_runs import CLAIMS

@@ -13,9 +13,9 @@ from experiments.claims import VARIANT
 from experiments.evidence import RESULTS, compact, definition, gather, known_cells, results_of
 from experiments.evidence_page import PAGE, markdown, readme, write_evidence
 from experiments.kept import ANY_DATA, cells_of, load, measured, own_config
-from fl_bn.run.config import ConfigError
-from fl_bn.sweep import run
-from fl_bn.sweep.file import read
+from fl_bn.app.config import ConfigError
+from fl_bn.app.sweep import run
+from fl_bn.app.sweep.file import read
 from tests.listed import listed
 from tests.refusals import naming
 from tests.sweeps.evidence_runs import ALL, CLAIMS, DEFINITION, OWN, finish, kept, register

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from experiments.catalogue import FOLDER, Experiment, data_of, find, perform_program, program_of
-from fl_bn.run.config import ConfigError
-from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.file import read
+from fl_bn.app.config import ConfigError
+from fl_bn.app.sweep.cells import Cell
+from fl_bn.app.sweep.file import read
 from tests.listed import listed
 from tests.refusals import naming
 

@@ -8,9 +8,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from fl_bn.run.config import ConfigError
-from fl_bn.sweep.compare import comparison
-from fl_bn.sweep.file import Sweep, parse, read
+from fl_bn.app.config import ConfigError
+from fl_bn.app.sweep.compare import comparison
+from fl_bn.app.sweep.file import Sweep, parse, read
 from tests.experiment.inside import kebab, refusing
 from tests.listed import listed
 from tests.refusals import naming

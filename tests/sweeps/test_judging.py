@@ -15,8 +15,8 @@ from experiments import judging
 from experiments.claims import Claim, Comparison, Rules, Side
 from experiments.judging import AGAINST, HELD, LESS, MISSING, OPEN, UNDECIDED, Outcome, verdict
 from experiments.scale import too_short
-from fl_bn.report.cells import Cell as ReportedCell
-from fl_bn.run.config import RunConfig
+from fl_bn.app.config import RunConfig
+from fl_bn.app.report.cells import Cell as ReportedCell
 from tests.listed import listed
 
 ABOVE = Comparison(Side((("A", "x", 0),)), Side((("B", "x", 0),)), paper=(70.0, 60.0))

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from experiments.catalogue import FOLDER
+from fl_bn.app.sweep.cells import Cell
+from fl_bn.app.sweep.file import read
 from fl_bn.methods import Phase
-from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.file import read
 from tests.listed import listed
 from tests.sweeps.papers import DEFAULTS, PAPERS, Keys
 

@@ -11,8 +11,8 @@ from experiments.claims import LEAST, Claim, Comparison, Rules, read_register
 from experiments.evidence import NOWHERE, Runs, gather
 from experiments.kept import Kept, own_config
 from experiments.scale import too_short
-from fl_bn.report.page import report_of
-from fl_bn.report.settings import SEED
+from fl_bn.app.report.page import report_of
+from fl_bn.app.report.settings import SEED
 
 RULES = read_register(FOLDER).rules
 

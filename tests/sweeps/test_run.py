@@ -16,12 +16,12 @@ import pytest
 from torch import nn
 
 from experiments.kept import finished
+from fl_bn.app.config import ConfigError, RunConfig
+from fl_bn.app.sweep import run
+from fl_bn.app.sweep.cells import Cell, run_cell
+from fl_bn.app.sweep.file import parse, read
 from fl_bn.flower import RunFailed
 from fl_bn.models import build
-from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.sweep import run
-from fl_bn.sweep.cells import Cell, run_cell
-from fl_bn.sweep.file import parse, read
 from tests.experiment.inside import COMMAND, ENVIRONMENT, ends_well, ends_with_a_sentence
 from tests.experiment.resuming import small_run, stopped
 from tests.integration.runs import bits, differences

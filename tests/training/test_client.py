@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn import Federation, convert, methods
+from fl_bn.app.config import RunConfig
 from fl_bn.bn.roles import roles
 from fl_bn.federation.gradients import norm_in_round
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining, Schedule, milestones_of
 from fl_bn.methods import METHODS, Role
 from fl_bn.models import build
-from fl_bn.run.config import RunConfig
 from tests.conformance.doors import SIZES, Asked, application
 from tests.listed import listed
 from tests.local import train

@@ -15,7 +15,7 @@ import torchvision
 from torch import Tensor, nn
 
 from fl_bn import convert
-from fl_bn.advise.measure import divergence
+from fl_bn.app.advise.measure import divergence
 from fl_bn.bn.moments import Running
 from fl_bn.bn.roles import batch_norms
 from fl_bn.data.dataset import to_input

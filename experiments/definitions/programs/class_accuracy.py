@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from fl_bn.run.history import PER_CLASS
-from fl_bn.sweep.cells import Cell
+from fl_bn.app.history import PER_CLASS
+from fl_bn.app.sweep.cells import Cell
 from fl_bn.task import CLASS
 
 LEAST = 3  # the number of clients, and so of classes, that the robust rules of the experiment may leave out

@@ -23,6 +23,11 @@ import torch
 from torch import nn
 
 from experiments.catalogue import FOLDER
+from fl_bn.app import assembly
+from fl_bn.app.config import RunConfig
+from fl_bn.app.device import device
+from fl_bn.app.palette import STYLE
+from fl_bn.app.sweep.file import read
 from fl_bn.bn.derived import load_tensors
 from fl_bn.bn.modules import copied
 from fl_bn.bn.moments import Moments, Running, plain_average
@@ -39,11 +44,6 @@ from fl_bn.federation.settings import seeded
 from fl_bn.federation.training import SampleLoop
 from fl_bn.federation.values import NOTHING, Reply, RoundReplies
 from fl_bn.methods import Phase
-from fl_bn.run import assembly
-from fl_bn.run.config import RunConfig
-from fl_bn.run.device import device
-from fl_bn.run.palette import STYLE
-from fl_bn.sweep.file import read
 
 FILE = FOLDER / "000-S33.toml"
 STREAM, BATCH, AUGMENT = 0x5333, 0, 1  # seeds that make these draws independent of those of training

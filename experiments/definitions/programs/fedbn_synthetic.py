@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fl_bn.app.palette import STYLE
 from fl_bn.federation.client_round import client_round
 from fl_bn.federation.local import Samples
 from fl_bn.federation.policy import ServerPolicy
@@ -39,7 +40,6 @@ from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.training import SampleLoop
 from fl_bn.federation.values import NOTHING, Reply, RoundReplies
 from fl_bn.methods import METHODS
-from fl_bn.run.palette import STYLE
 from fl_bn.task import CLASSIFICATION, Regression, Task
 
 DIMENSIONS, WIDTH = 10, 100

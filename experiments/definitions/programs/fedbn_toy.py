@@ -20,8 +20,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_bn.app.palette import STYLE
 from fl_bn.federation.settings import seeded
-from fl_bn.run.palette import STYLE
 
 Array = NDArray[np.float64]
 TRUE, SCALES, NOISE, SAMPLES = 2.0, (1.0, 3.0), 0.1, 200

@@ -17,16 +17,16 @@ from pathlib import Path
 from experiments.catalogue import FOLDER
 from experiments.data.digits_five import SIZE, sources
 from experiments.data.shift import Limit, limited, shifted
+from fl_bn.app.adapt import Newcomer, read_run
+from fl_bn.app.config import RunConfig
+from fl_bn.app.sweep.cells import Cell, run_cells
+from fl_bn.app.sweep.file import read
 from fl_bn.bn.roles import Role
 from fl_bn.data.dataset import load
 from fl_bn.data.images import resize
 from fl_bn.data.record import Dataset
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.recalibration import AVERAGE_AFFINE
-from fl_bn.run.adapt import Newcomer, read_run
-from fl_bn.run.config import RunConfig
-from fl_bn.sweep.cells import Cell, run_cells
-from fl_bn.sweep.file import read
 
 FILE = FOLDER / "001-T17.toml"
 CLIENTS = {"Morpho-global": ("none", "thin", "thick"), "Morpho-local": ("none", "swelling", "fracture")}

@@ -30,6 +30,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor, nn
 
+from fl_bn.app.palette import COLOURS, STYLE
 from fl_bn.bn.conversion import convert
 from fl_bn.bn.moments import Moments
 from fl_bn.bn.observation import observe, pooled
@@ -37,7 +38,6 @@ from fl_bn.bn.roles import batch_norms
 from fl_bn.federation.aggregation import combine, running_statistics
 from fl_bn.federation.settings import seeded
 from fl_bn.methods import METHODS, Method, StatisticsReport
-from fl_bn.run.palette import COLOURS, STYLE
 
 CLIENTS, POINTS, RADIUS, ROUNDS = 10, 30, 10.0, 100
 MOMENTUM = 0.1  # momentum of the running statistics; the paper's beta

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from fl_bn.app import assembly
+from fl_bn.app.sweep.cells import Cell
 from fl_bn.bn.roles import Role, batch_norms
 from fl_bn.federation.local import evaluate
-from fl_bn.run import assembly
-from fl_bn.sweep.cells import Cell
 
 AXIS = "statistics"
 WAYS = ("as kept", "measured anew")

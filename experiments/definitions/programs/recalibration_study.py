@@ -12,9 +12,9 @@ import csv
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fl_bn.run.recalibrate import planned
-from fl_bn.run.usage import Usage
-from fl_bn.sweep.cells import Cell, run_cell, run_cells
+from fl_bn.app.recalibrate import planned
+from fl_bn.app.sweep.cells import Cell, run_cell, run_cells
+from fl_bn.app.usage import Usage
 
 SPLITS = {"1 class each": ("classes", 1.0), "2 classes each": ("classes", 2.0), "IID": ("iid", 1.0)}
 SEEDS = range(3)

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import torch
 
 from experiments.data.digits_five import sources
+from fl_bn.app.adapt import adapt, newcomer, read_run, ways
+from fl_bn.app.config import ConfigError
+from fl_bn.app.sweep.cells import Cell, run_cells
+from fl_bn.app.usage import Usage
 from fl_bn.federation.recalibration import HOW
-from fl_bn.run.adapt import adapt, newcomer, read_run, ways
-from fl_bn.run.config import ConfigError
-from fl_bn.run.usage import Usage
-from fl_bn.sweep.cells import Cell, run_cells
 
 SEEDS = (0, 1, 2)
 BATCH = 64  # the batch size of the adaptation ``test-batch``

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from safetensors.torch import load_file
 
 from experiments.definitions.programs.recalibration_study import plan
+from fl_bn.app import assembly
+from fl_bn.app.sweep.cells import Cell
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.recalibration import recalibrate
-from fl_bn.run import assembly
-from fl_bn.sweep.cells import Cell
 
 __all__ = ["AXIS", "WAYS", "measured", "plan"]
 AXIS = "statistics"
