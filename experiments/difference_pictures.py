@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from fl_bn.app.palette import COLOURS, QUIET
-from fl_bn.app.report.pictures import Picture
+from fl_bn.app.pictures import Picture
 
 # Colours and marks of comparisons that held, are contradicted, are smaller than the paper's, are undecided, and are not at scale.
 STATES = (COLOURS[2], COLOURS[4], COLOURS[0], QUIET, QUIET)

@@ -17,8 +17,8 @@ from experiments.evidence import Runs, Tested, gather
 from experiments.judging import AGAINST, HELD, LESS, MISSING, NOT_AT_SCALE, NOT_RUN, OPEN, SMALL, UNTESTABLE, Outcome
 from experiments.marks import replaced
 from experiments.rates import in_words, tried
+from fl_bn.app.pictures import Picture
 from fl_bn.app.report.page import report_page
-from fl_bn.app.report.pictures import Picture
 from fl_bn.support import durable
 
 PAGE, PICTURE = "EVIDENCE.md", "evidence"

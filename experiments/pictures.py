@@ -20,8 +20,8 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from fl_bn.app.palette import DIFFERENCE, line
+from fl_bn.app.pictures import Picture
 from fl_bn.app.report.layout import Layout
-from fl_bn.app.report.pictures import Picture
 
 Curves = dict[str, dict[str, dict[int, float]]]  # quantity -> row -> round -> value
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from fl_bn.app.config import SITES, ConfigError, RunConfig
 from fl_bn.app.former import CONFIG as CONFIG
 from fl_bn.app.former import values_of
-from fl_bn.app.history import History
+from fl_bn.app.history import LINES, History
 from fl_bn.app.usage import Usage
 from fl_bn.flower.compat import LOGGER
 from fl_bn.flower.recovery import Checkpoint
@@ -141,5 +141,5 @@ def _check_version(run: Path) -> None:
 
 def rounds_done(run: Path) -> int:
     """Return how many rounds the folder of a run has."""
-    file = run / "rounds.jsonl"
+    file = run / LINES
     return file.read_bytes().count(b"\n") if file.exists() else 0

@@ -1,4 +1,4 @@
-"""Write the rounds of a run to ``rounds.csv``, ``clients.csv``, ``rounds.jsonl`` and ``diagnostics.csv``."""
+"""Write the rounds of a run to ``rounds.jsonl``, and as tables to ``rounds.csv``, ``clients.csv`` and ``diagnostics.csv``."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ AFTER = (
     "test-loss", "min-var", "drift", "drift-layer", "seconds", "exchanges", "carrier", "waited",
     *(f"bytes-{way}-{section}" for way in ("down", "up") for section in SECTIONS),
 )  # fmt: skip
+LINES = "rounds.jsonl"
 ANEW = "put this file back from a copy, or start the run anew"
 PASS_COLUMNS = ("pass", "clients", "layer", "mean-moved", "variance-factor")  # moved: in standard deviations; factor: new / old
 DIAGNOSTIC_COLUMNS = ("round", "layer", "client", "quantity", "value")
@@ -143,23 +144,23 @@ def record_of(row: Mapping[str, Any], task: Task = CLASSIFICATION) -> RoundRecor
     names = {**{name: name for name in metric_columns(task)}, "test-loss": "loss"}
     evaluation = {name: row[column] for column, name in names.items() if row.get(column) is not None}
     for stem, key in _series(task).items():
-        evaluation |= named_series(stem, [_number(value) for value in row.get(key) or ()])
-    evaluation |= named_per_domain({name: _number(value) for name, value in (row.get("per-domain") or {}).items()}, task)
+        evaluation |= named_series(stem, [number(value) for value in row.get(key) or ()])
+    evaluation |= named_per_domain({name: number(value) for name, value in (row.get("per-domain") or {}).items()}, task)
     clients, own = [], dict[int, dict[str, float]]()
     for client in row["clients"]:
         if "samples" in client:
             keys = ("client", "samples", "steps", "bytes-down", "bytes-up", "exchanges", "waited", "refused")
             values: dict[str, Any] = {key.replace("-", "_"): client[key] for key in keys}
-            values |= {key: _number(client[key]) for key in ("loss", "distance")}
+            values |= {key: number(client[key]) for key in ("loss", "distance")}
             clients.append(ClientRecord(**values))
         if task.metric in client:
-            own[client["client"]] = {task.metric: client[task.metric], "loss": _number(client["test-loss"])}
+            own[client["client"]] = {task.metric: client[task.metric], "loss": number(client["test-loss"])}
     return RoundRecord(
         row["round"],
         row["phase"],
         row["learning-rate"],
         clients,
-        Drift(_number(row["drift"]), row["drift-layer"], _number(row["min-var"]), math.nan) if moved else None,
+        Drift(number(row["drift"]), row["drift-layer"], number(row["min-var"]), math.nan) if moved else None,
         bytes_down=down,
         bytes_up=up,
         exchanges=row["exchanges"],
@@ -211,42 +212,39 @@ def write_passes(passes: Sequence[Pass], path: Path) -> None:
 class History:
     """Append every round of a run to its files, ``diagnostics.csv`` only if wanted.
 
+    ``rounds.jsonl`` has all that fl-bn reads. Of its lines, rounds.csv and
+    clients.csv are made, also anew for a run that is resumed.
+
     Every round is in the files when it is over. A power cut can remove rounds, but
     none that a checkpoint contains. A round that cannot be written, for example
     because the disk is full, is written with the next round. Incomplete lines are
     removed.
     """
 
-    FILES = ("rounds.csv", "clients.csv", "rounds.jsonl")
-
     def __init__(self, folder: Path, diagnostics: bool = False, task: Task = CLASSIFICATION, called: ClientNames = UNNAMED) -> None:
         self.folder, self.task, self.called = folder, task, called
-        self.files = (*self.FILES, "diagnostics.csv") if diagnostics else self.FILES
-        self._waiting = dict.fromkeys(self.files, "")
-        self._columns = {"rounds.csv": round_columns(task), "clients.csv": client_columns(task, called)}
-        if diagnostics:
-            self._columns["diagnostics.csv"] = DIAGNOSTIC_COLUMNS
+        self._made = {"rounds.csv": round_columns(task), "clients.csv": client_columns(task, called)}
+        self._columns = {**self._made, **({"diagnostics.csv": DIAGNOSTIC_COLUMNS} if diagnostics else {})}
+        heads = {file: _csv(columns, [dict(zip(columns, columns, strict=True))]) for file, columns in self._columns.items()}
+        self._waiting = {LINES: "", **heads}
+        self.files = [file for file in self._waiting if file not in self._made]
 
     def begin(self) -> None:
         """Write the names of the columns to the empty files."""
-        for file, columns in self._columns.items():
-            self._waiting[file] = _csv(columns, [dict(zip(columns, columns, strict=True))])
         self._write()
 
     def add(self, record: RoundRecord, diagnostics: Sequence[Row] = ()) -> None:
         """Append a round to all files. If that fails, warn and keep it for the next call."""
-        measured = {"diagnostics.csv": list(diagnostics)}
-        rows = {"rounds.csv": [round_row(record, self.task)], "clients.csv": client_rows(record, self.task, self.called), **measured}
-        for file, columns in self._columns.items():
-            self._waiting[file] += _csv(columns, rows[file])
-        self._waiting["rounds.jsonl"] += json.dumps(round_line(record, self.task, self.called)) + "\n"
+        line = round_line(record, self.task, self.called)
+        self._waiting[LINES] += json.dumps(line) + "\n"
+        self._tabulate(line, diagnostics)
         try:
             self._write(sync=False)
         except OSError as error:
             LOGGER.warning("round %s could not be written to %s: %s. The next round tries again", record.round, self.folder, error)
 
     def lengths(self) -> dict[str, int]:
-        """Sync everything, and return each file's length in bytes. ``OSError``: a file cannot be written."""
+        """Sync everything, and return the length in bytes of each file that is not made of another. ``OSError``: it cannot be written."""
         self._write()
         return {file: (self.folder / file).stat().st_size for file in self.files if (self.folder / file).exists()}
 
@@ -263,13 +261,25 @@ class History:
         for path, length in paths.items():
             if path.exists():
                 os.truncate(path, length)
-        self._columns |= {file: names for file, columns in self._columns.items() if (names := _header(self.folder / file))}
-        path = self.folder / "rounds.jsonl"
+            if length:
+                self._waiting[path.name] = ""  # its first line is there
+        path = self.folder / LINES
         try:
-            return [record_of(json.loads(line), self.task) for line in path.read_text().splitlines()] if path.exists() else []
+            lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+            records = [record_of(line, self.task) for line in lines]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             problem = f"expected one round per line, but a line cannot be read as a round: {reason(repr(error))}"
             raise Damaged(f"{path}: {problem}. {ANEW.capitalize()}") from error
+        for file in self._made:
+            (self.folder / file).unlink(missing_ok=True)
+        for line in lines:
+            self._tabulate(line)
+        return records
+
+    def _tabulate(self, line: Mapping[str, Any], diagnostics: Sequence[Row] = ()) -> None:
+        rows = {"rounds.csv": [line], "clients.csv": line["clients"], "diagnostics.csv": diagnostics}
+        for file, columns in self._columns.items():
+            self._waiting[file] += _csv(columns, rows[file])
 
     def _write(self, sync: bool = True) -> None:
         """Append what waits for each file. If that fails, the file is as before, and the text waits on."""
@@ -293,21 +303,10 @@ def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, Value | None]]) -> 
     return text.getvalue()
 
 
-def _header(path: Path) -> tuple[str, ...]:
-    """Return the columns in the first line of a file, if it exists, perhaps those of another version."""
-    if not path.exists():
-        return ()
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return tuple(next(csv.reader(file), ()))
-    except (ValueError, csv.Error) as error:
-        problem = f"expected a table, but the line with its columns cannot be read: {reason(str(error))}"
-        raise Damaged(f"{path}: {problem}. {ANEW.capitalize()}") from error
-
-
 def _finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else value
 
 
-def _number(value: float | None) -> float:
+def number(value: float | None) -> float:
+    """Return a value of a line, where null stands for what is not a finite number."""
     return math.nan if value is None else value

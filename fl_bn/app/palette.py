@@ -16,7 +16,8 @@ MAP, DIFFERENCE = "viridis", "RdBu"  # colour maps of heat maps: for values (eve
 STYLE: Any = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "figure.dpi": 130, "font.size": 9,
     "axes.axisbelow": True, "legend.frameon": False, "axes.prop_cycle": f"cycler('color', {list(COLOURS)})",
-    "image.cmap": MAP,
+    "image.cmap": MAP, "axes.titlesize": 9.5, "text.parse_math": False, "grid.color": "#808080",
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
 }  # fmt: skip
 
 

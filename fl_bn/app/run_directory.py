@@ -239,12 +239,12 @@ class RunDirectory(Callback):
         if problem := extras.lacking("a run that is to end with pictures", "matplotlib", "tensorboard"):
             LOGGER.warning("there are no pictures: %s", problem)
             return
-        from fl_bn.app.pictures import draw_labels, draw_run  # imported here, since matplotlib takes a second, for which no round waits
+        from fl_bn.app.pictures import course, labels  # imported here, since matplotlib takes a second, for which no round waits
 
-        if self.config.rounds:
-            draw_run(self.config, self.records, path / f"{self.task.metric}.png", self.task)
-        if counts and all(counts.values()):
-            draw_labels(counts, self.config, path / "labels.png")
+        pictures = [course(self.config, self.records, self.task)] if self.config.rounds else []
+        pictures += [labels(counts, self.config)] if counts and all(counts.values()) else []
+        for picture in pictures:
+            durable.write(path / f"{picture.name}.png", picture.png, mode=0o666)
 
     def _say_how_to_go_on(self, path: Path, what: str) -> None:
         last = max(self._checkpoints.rounds(), default=0) if self._checkpoints else 0

@@ -39,6 +39,7 @@ def goes_on(values: Values, gate: Path, verdict: Path) -> None:
 
 def test_of_those_that_go_on_with_one_run_at_once_one_does(plain: dict[str, bytes], values: Values, tmp_path: Path) -> None:
     path, gate, verdicts = stopped(values, 3, dies=True), tmp_path / "gate", [tmp_path / f"verdict-{number}" for number in range(3)]
+    (path / "rounds.csv").write_text("round")  # as a spreadsheet might leave it: it is made anew
     children = [get_context("fork").Process(target=goes_on, args=(values, gate, verdict)) for verdict in verdicts]
     for child in children:
         child.start()
@@ -52,9 +53,9 @@ def test_of_those_that_go_on_with_one_run_at_once_one_does(plain: dict[str, byte
 
 
 def test_a_kernel_that_writes_half_a_line_leaves_none(plain: dict[str, bytes], values: Values, log: pytest.LogCaptureFixture) -> None:
-    """For two rounds, no file may grow beyond the size that rounds.csv has after round 2, and a bit."""
+    """For two rounds, no file may grow beyond the size that rounds.jsonl has after round 2, and a bit."""
     with ExitStack() as limits:
-        AFTER[2] = lambda folder: limits.enter_context(room_for((folder / "rounds.csv").stat().st_size + 30))
+        AFTER[2] = lambda folder: limits.enter_context(room_for((folder / "rounds.jsonl").stat().st_size + 30))
         AFTER[4] = lambda folder: limits.close()
         assert differences(plain, results(run(values))) == []
     assert "bytes fit into" in log.text

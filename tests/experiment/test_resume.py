@@ -182,7 +182,6 @@ DAMAGES: list[tuple[str, bytes | None, str]] = [
     ("config.toml", OF_SITES, "SERVER"),
     ("environment.json", b'{"packages": {"fl-bn": "0.0.7"}}', "0.0.7"),
     ("rounds.jsonl", b"[]\n" * 100_000, "rounds.jsonl"),
-    ("rounds.csv", b"round", "rounds.csv"),
     ("checkpoints", None, "checkpoint"),
 ]
 """A file of the run, its content (None: it is gone), and what the error names."""

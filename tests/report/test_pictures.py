@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from fl_bn.app.pictures import Picture
 from fl_bn.app.report import write_report
-from fl_bn.app.report.pictures import Picture
 from tests.report.made_up import comparison, read, rounds, run, sweep
 
 

@@ -14,13 +14,12 @@ from typing import Any
 from fl_bn.app.checkpoints import FREE
 from fl_bn.app.config import ConfigError, RunConfig
 from fl_bn.app.former import read_config
-from fl_bn.app.history import read_rows
+from fl_bn.app.history import LINES, number, read_rows
 from fl_bn.app.report.settings import SEED, label
 from fl_bn.data.record import TEST, evaluated_on
 from fl_bn.task import CLASSIFICATION, SHARE, TASKS, lower_is_better
 
 Row = Mapping[str, Any]
-ROUNDS = "rounds.jsonl"
 EVALUATION = {  # columns of rounds.jsonl that have values only in evaluated rounds
     "test-loss",
     *(name for task in TASKS.values() for of in task.declared() for name in (of, f"{of}-std", f"{of}-{task.worst()}")),
@@ -92,7 +91,7 @@ class Cell:
             return {row["round"]: megabytes / 2**10 for row, megabytes in zip(self.rows, moved, strict=True)}
         if all(row.get(metric) is None for row in self.rows):
             return {}
-        return {row["round"]: scale(metric) * _number(row.get(metric)) for row in self.rows if _expected(metric, row)}
+        return {row["round"]: scale(metric) * number(row.get(metric)) for row in self.rows if _expected(metric, row)}
 
     def measurement(self, metric: str, at: str = "last") -> tuple[int, float] | None:
         """Return round and value of a measurement, ``last`` or ``best``, if there is one.
@@ -145,16 +144,16 @@ def read_runs(folders: Sequence[Path]) -> list[Cell]:
         if any(cell.axes == axes for cell in cells):
             axes["method"] = run.name
         status = "finished" if (run / "summary.md").exists() else "unfinished"
-        cells.append(Cell(run.name, axes, config, status, rows=tuple(read_rows(run / ROUNDS)[0])))
+        cells.append(Cell(run.name, axes, config, status, rows=tuple(read_rows(run / LINES)[0])))
     return cells
 
 
 def _runs(folder: Path) -> list[Path]:
-    if (folder / ROUNDS).exists():
+    if (folder / LINES).exists():
         return [folder]
-    below = [file.parent for pattern in ("*", "runs/*") for file in folder.glob(f"{pattern}/{ROUNDS}")]
+    below = [file.parent for pattern in ("*", "runs/*") for file in folder.glob(f"{pattern}/{LINES}")]
     if not below:
-        raise ConfigError(f"{folder} has no run: expected runs/NAME, which has {ROUNDS}, or a folder of such folders")
+        raise ConfigError(f"{folder} has no run: expected runs/NAME, which has {LINES}, or a folder of such folders")
     return sorted(below, key=lambda run: _natural(run.name))
 
 
@@ -189,7 +188,7 @@ def _read(file: Path) -> Cell:
     try:
         entry = json.loads(file.read_text(encoding="utf-8"))
         axes, config, status = entry["axes"], entry["config"], str(entry["status"])
-        rows, torn = read_rows(folder / ROUNDS)
+        rows, torn = read_rows(folder / LINES)
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Cell(folder.name, {}, {}, "unreadable", f"{file.name}: {type(error).__name__}: {error}")
     why = str(entry.get("error") or "")
@@ -224,10 +223,6 @@ def _step(x: str, row: Row, config: Mapping[str, Any]) -> float | None:
         given = 0 if config.get("local-epochs") else config.get("local-steps")
         return sum(steps) / len(steps) if steps else float(given) if given else None
     return 1.0
-
-
-def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

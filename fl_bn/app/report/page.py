@@ -12,10 +12,11 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from fl_bn.app.pictures import Picture
 from fl_bn.app.report.cells import Cell, read_cells, read_runs
 from fl_bn.app.report.formats import runs_csv, texts, to_markdown
 from fl_bn.app.report.layout import Layout, Table, by_domain, lay_out, tabulate
-from fl_bn.app.report.pictures import Picture, against, curves
+from fl_bn.app.report.pictures import against, curves
 from fl_bn.app.report.settings import EACH, SEED, Settings, read_settings
 from fl_bn.support import durable
 
@@ -65,8 +66,7 @@ def report_of(settings: Settings, cells: Sequence[Cell], folder: Path, further: 
     """
     placed = by_domain(cells, settings.domains == EACH) if settings.domains else cells
     layout = lay_out(settings, placed)
-    drawn = [curves(layout, x) for x in settings.x]
-    pictures = [picture for picture in drawn if picture is not None]
+    pictures = [picture for x in settings.x if (picture := curves(layout, x))]
     pictures += [against(layout, axis) for axis in settings.against]
     pictures += further(layout, folder) if further else []
     return Report(layout, tabulate(layout, placed), tuple(cells), tuple(pictures), folder.resolve().name)

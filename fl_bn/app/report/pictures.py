@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import io
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import EngFormatter, NullFormatter, NullLocator
 
 from fl_bn.app.config import ConfigError
-from fl_bn.app.palette import INK, STYLE, line
+from fl_bn.app.palette import line
+from fl_bn.app.pictures import Picture, curve, whole_ticks
 from fl_bn.app.report.cells import scale
 from fl_bn.app.report.layout import Layout, is_number
 from fl_bn.app.report.settings import check_axis
 
 Array = np.ndarray
-LOOK: Any = STYLE | {
-    "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "grid.color": "#808080",
-    "axes.titlesize": 9.5, "text.parse_math": False,
-}  # fmt: skip
 SIZE = (3.6, 2.8)  # inches: the width and height of a panel
 LEGEND = 28  # the most letters in a line of the legend
 LABELS = {
@@ -36,32 +31,6 @@ LABELS = {
     "exchanges": "exchanges with the server",
     "local-steps": "local steps per client",
 }
-
-
-@dataclass(frozen=True)
-class Picture:
-    """Hold a picture, which is drawn when it is needed.
-
-    ``name`` is that of the file, without suffix.
-    """
-
-    name: str
-    caption: str
-    draw: Callable[[], Figure]
-
-    @cached_property
-    def figure(self) -> Figure:
-        """Return the figure, which is drawn once."""
-        with matplotlib.rc_context(LOOK):
-            return self.draw()
-
-    @cached_property
-    def png(self) -> bytes:
-        """Return the content of the PNG file."""
-        target = io.BytesIO()
-        with matplotlib.rc_context(LOOK):
-            self.figure.savefig(target, format="png", facecolor="white")
-        return target.getvalue()
 
 
 @dataclass(frozen=True)
@@ -166,12 +135,9 @@ def _picture(layout: Layout, name: str, over: str, lines: Sequence[Series], set_
 
 
 def _line(axes: Axes, one: Series, index: int) -> None:
-    look = line(index)
-    if one.seeds < one.runs:
-        look["alpha"] = 0.4
-    axes.plot(one.x, one.mean, **look, markevery=max(1, len(one.mean) // 7), label=one.row)
-    if one.seeds > 1:
-        axes.fill_between(one.x, one.mean - one.std, one.mean + one.std, color=look["color"], alpha=0.16, lw=0)
+    look = line(index) | {"label": one.row, "markevery": max(1, len(one.mean) // 7), "alpha": 0.4 if one.seeds < one.runs else 1.0}
+    band = (one.mean - one.std, one.mean + one.std) if one.seeds > 1 else ()
+    curve(axes, one.x, one.mean, *band, **look)
 
 
 def _horizontal(x: str, ways: Sequence[Array], axes: Axes) -> None:
@@ -182,7 +148,7 @@ def _horizontal(x: str, ways: Sequence[Array], axes: Axes) -> None:
         axes.set_xscale("log")
         axes.xaxis.set_minor_formatter(NullFormatter())
     elif x != "bytes":
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=(1, 2, 5, 10)))
+        whole_ticks(axes, 6)
     if x == "bytes":
         axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.set_xlabel(LABELS[x])

@@ -26,7 +26,7 @@ from typing import Any
 from fl_bn.app.checkpoints import FOLDER, rounds_done
 from fl_bn.app.config import ConfigError, RunConfig
 from fl_bn.app.former import read_config, renewed
-from fl_bn.app.history import read_rows
+from fl_bn.app.history import LINES, read_rows
 from fl_bn.federation.engines.workers import cores
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.flower.compat import LOGGER
@@ -67,7 +67,7 @@ class Cell:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of ``rounds.jsonl``, one per round, but an incomplete last line."""
-        return read_rows(self.path / "rounds.jsonl")[0]
+        return read_rows(self.path / LINES)[0]
 
     def ran(self) -> dict[str, Any]:
         """Return the run config, with all keys, of the run in the folder, if one was begun."""
