@@ -127,7 +127,7 @@ def in_order(model: nn.Module, layers: Collection[str], inputs: Inputs, forward:
     """
     if (batch := next(iter(inputs()), None)) is None:
         return "there is no batch to measure", []
-    few = batch[:2] if type(batch) is Tensor else batch
+    few = batch[:2] if type(batch) is Tensor and batch.layout is torch.strided else batch
     order, sizes = list[str](), [0]
 
     def reached(layer: str, x: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SubsetRandomSampler, TensorDataset
 
 from fl_bn import Federation, methods, per_client
@@ -123,15 +123,35 @@ class Whole(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@listed("method", ["fedavg", "fixbn", "fbn", "hbn", "static-bn", "fedtan", "fedbn"])
-def test_tensors_of_a_subclass_train_what_plain_tensors_do(method: str) -> None:
-    def trained(kind: type[Tensor]) -> tuple[list[Any], list[Tensor]]:
-        clients = [[(x.as_subclass(kind), y) for x, y in zip(*(t.split(8) for t in made(client, 24)), strict=True)] for client in range(3)]
-        fed = Federation(net(), METHODS[method](), clients, test=clients[0])
+class Dense(nn.Module):
+    """Makes a plain tensor of an input of any form."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.layout is torch.strided else x.to_dense()
+
+
+FORMS: dict[str, Callable[[Tensor], Any]] = {
+    "plain": lambda x: x,
+    "subclass": lambda x: x.as_subclass(Whole),
+    "COO": Tensor.to_sparse,
+    "CSR": Tensor.to_sparse_csr,
+    "dict": lambda x: {"input": x},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+@listed("method", ["fedavg", "fbn", "hbn", "fedtan", "fedbn"])
+def test_inputs_of_any_form_train_what_plain_tensors_do(method: str) -> None:
+    def trained(form: str) -> tuple[list[Any], list[Tensor]]:
+        clients = [[(FORMS[form](x), y) for x, y in zip(*(t.split(8) for t in made(client, 24)), strict=True)] for client in range(3)]
+        model = nn.Sequential(Dense(), *net(16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+        fed = Federation(model, METHODS[method](), clients, test=clients[0])
         records = [(record.loss, record.evaluation) for record in fed.run(2)]
         return records, [*fed.model.state_dict().values(), *fed.client_model(0).state_dict().values()]
 
-    (records, tensors), (others, same) = trained(Tensor), trained(Whole)
-    assert str(records) == str(others)
-    assert all(map(torch.equal, tensors, same))
-    assert {type(tensor) for tensor in same} == {Tensor}
+    records, tensors = trained("plain")
+    for form in FORMS:
+        others, same = trained(form)
+        assert str(records) == str(others), form
+        assert all(map(torch.equal, tensors, same)), form
+        assert {type(tensor) for tensor in same} == {Tensor}
