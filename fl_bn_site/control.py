@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fl_bn.support.durable import write
+from fl_bn.support.durable import append, write
 from fl_bn.support.flower_config import OF_OUR_APP, OUR_APP, Scalar, flower_config
 from fl_bn_site.certificates import read_public
 from fl_bn_site.commands import environment, local, of_1_25, program
@@ -188,8 +188,7 @@ class Control:
             self.stop(run)
             raise ControlError(f"Flower here packs the run as {answer['fab-hash']}, and {code[:8]} was signed: sign it with this version")
         self.server.state.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with self.server.submitted_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"run": int(run), "code": code, "config": dict(run_config)}) + "\n")
+        append(self.server.submitted_file, json.dumps({"run": int(run), "code": code, "config": dict(run_config)}).encode())
         return run
 
     def stop(self, run: str) -> None:

@@ -180,6 +180,22 @@ def test_files_explain_themselves_and_the_apps_are_short() -> None:
     assert [file for file, text in sources.items() if not ast.get_docstring(ast.parse(text))] == []
 
 
+WRITES = re.compile(r"""\.write_(text|bytes)\(|open\(["'][wax]""")
+NOT_DURABLE = {
+    "fl_bn/federation/engines/clients.py": "a temporary folder",
+    "fl_bn/flower/deployment.py": "the rounds that status shows: it warns, and goes on",
+    "fl_bn/app/console.py": "the log: lines are lost",
+    "fl_bn/app/history.py": "appends whole lines, and what does not fit waits",
+    "fl_bn/support/durable.py": "this is it",
+}
+
+
+def test_what_writes_results_is_durable() -> None:
+    """A file that a full disk or a crash cuts short must not pass for a whole one. The sites' keys and kits are never overwritten."""
+    found = {relative(file) for file in SOURCES if relative(file).startswith("fl_bn/") and WRITES.search(file.read_text())}
+    assert found == NOT_DURABLE.keys()
+
+
 def test_a_round_is_read_in_four_files_and_500_lines() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text().partition("## A round on one page")[2].partition("\n## ")[0]
     named = re.findall(r"^\d\. `(fl_bn/[^`]+)`", page, re.MULTILINE)

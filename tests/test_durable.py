@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
+from typer.testing import CliRunner
 
-from fl_bn.support.durable import STALE, UNFINISHED, Damaged, in_order, load_tensors, save_tensors, write
+from fl_bn.app import adapt, history
+from fl_bn.app.config import RunConfig
+from fl_bn.app.sweep import run as sweeps
+from fl_bn.app.sweep.file import Sweep
+from fl_bn.cli.main import app as command
+from fl_bn.support.durable import STALE, UNFINISHED, Damaged, append, in_order, load_tensors, save_tensors, write
+from tests.listed import listed
 from tests.refusals import naming
 
 OLD, NEW = b"old" * 100, b"new" * 5000
@@ -46,6 +53,31 @@ def test_a_disk_that_is_full_half_way_leaves_what_was_there(tmp_path: Path) -> N
     with room_for(len(NEW)):
         write(path, NEW)
     assert (names(tmp_path), path.read_bytes()) == (["file"], NEW)
+
+
+CLIENT = SimpleNamespace(test=SimpleNamespace(y=torch.zeros(2, dtype=torch.long)))
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "recalibration.csv": lambda path: history.write_passes([], path),
+    "adaptation.csv": lambda path: adapt.write([], CLIENT, RunConfig(), path.parent),  # type: ignore[arg-type]
+    "sweep.toml": lambda path: sweeps.run(Sweep("a title", {"rounds": 2}, {}), sweeps.Plan([], [], {}), path.parent, 1, print),
+    "privacy.jsonl": lambda path: append(path, OLD),
+}
+
+
+@listed("file", WRITERS)
+def test_a_writer_of_results_names_the_file_that_does_not_fit_and_leaves_what_was_there(file: str, tmp_path: Path) -> None:
+    (path := tmp_path / file).write_bytes(OLD)
+    with room_for(len(OLD) + 10 if file == "privacy.jsonl" else 10), pytest.raises(OSError, match=file):
+        WRITERS[file](path)
+    assert (names(tmp_path), path.read_bytes()) == ([file], OLD)
+
+
+def test_a_command_says_in_one_sentence_that_the_disk_is_full(tmp_path: Path) -> None:
+    with chdir(tmp_path), room_for(10):
+        done = CliRunner().invoke(command, ["new", "mine"])
+    assert (done.exit_code, len(done.output.splitlines())) == (2, 1)
+    assert "File too large: 'mine/" in done.output
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_content_is_on_the_disk_before_its_name_and_the_name_and_new_folders_before_it_returns(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -172,15 +171,13 @@ def write(outcomes: Sequence[Outcome], client: Newcomer, config: RunConfig, fold
     """Write ``adaptation.csv``, and ``model-HOW.safetensors`` for each way of adapting."""
     metric = assembly.task(config, client.test.y).metric
     name = metric.replace("-", "_")
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["how", f"{name}_before", name, "loss_before", "loss", "statistics_samples", "test_samples", "note"])
-        for outcome in outcomes:
-            before, after = outcome.before, outcome.after
-            figures = ("" if before is None else before[metric], after[metric], "" if before is None else before.loss, after.loss)
-            used = 0 if outcome.how == TEST_BATCH else len(client.x)
-            writer.writerow([outcome.how, *figures, used, len(client.test), outcome.note])
+    rows: list[list[object]] = [["how", f"{name}_before", name, "loss_before", "loss", "statistics_samples", "test_samples", "note"]]
+    for outcome in outcomes:
+        before, after = outcome.before, outcome.after
+        figures = ("" if before is None else before[metric], after[metric], "" if before is None else before.loss, after.loss)
+        used = 0 if outcome.how == TEST_BATCH else len(client.x)
+        rows.append([outcome.how, *figures, used, len(client.test), outcome.note])
+    durable.write(folder / TABLE, durable.as_csv(rows).encode(), mode=0o666)
     for outcome in outcomes:
         metadata = {"method": config.method, "model": config.model, "how": outcome.how, "client": client.name}
         names = plain_names(outcome.model)

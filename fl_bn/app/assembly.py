@@ -124,7 +124,7 @@ def _whole_dataset(config: RunConfig) -> Dataset:
 @lru_cache(maxsize=4)
 def _dataset(config: RunConfig) -> Dataset:
     data = config.changes.dataset(config)
-    check_labels(data)
+    check_labels(data, config.data_path)
     return data
 
 
@@ -395,7 +395,7 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
 
 
 @lru_cache(maxsize=4)  # several run configs share data, and a warning is logged once
-def check_labels(data: Dataset) -> None:
+def check_labels(data: Dataset, path: str) -> None:
     """Check that the data of a run, but not those of a site, have training samples of every class.
 
     A missing class raises ``ConfigError``, or is a warning if the number of classes
@@ -404,9 +404,9 @@ def check_labels(data: Dataset) -> None:
     say_notes(data)
     if not (missing := untrained_classes(data)):
         return
-    problem = f"dataset {data.name!r}: no training sample has label {missing}, but labels are 0..{data.classes - 1}"
+    problem = f"dataset={data.name!r} data-path={path!r}: no training sample has label {missing}, but labels are 0..{data.classes - 1}"
     if data.counted:
-        raise ConfigError(f"{problem}: labels count from 0 without gaps, and every class needs training samples; correct the labels")
+        raise ConfigError(f"{problem}: labels, also of test samples, count from 0, and each needs training samples; correct the labels")
     LOGGER.warning("%s: if that is a mistake, correct the labels", problem)
 
 

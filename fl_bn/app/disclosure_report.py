@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import re
@@ -13,6 +11,7 @@ from dataclasses import dataclass
 from fl_bn.federation.record import Disclosure, RoundRecord, size
 from fl_bn.flower.disclosure import EVALUATION, FEW, warning
 from fl_bn.support.client_names import UNNAMED, ClientNames
+from fl_bn.support.durable import as_csv
 
 FILE = "disclosure.csv"
 COLUMNS = (
@@ -91,15 +90,13 @@ class DisclosureTotals:
 
 def disclosure_csv(found: Mapping[tuple[int, str, str], Kind], called: ClientNames = UNNAMED) -> str:
     """Return the totals as CSV, with a column ``site`` if the clients have names."""
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    writer.writerow([COLUMNS[0], *(["site"] if called.names else []), *COLUMNS[1:]])
+    rows: list[list[object]] = [[COLUMNS[0], *(["site"] if called.names else []), *COLUMNS[1:]]]
     for (client, section, what), kind in found.items():
         least = (kind.least.samples, kind.least.values or "", kind.least_round) if kind.least else ("", "", "")
         remark = f"fewer than {FEW} samples" if kind.traceable else ""
         site = [called.site(client)] if called.names else []
-        writer.writerow([client, *site, section, what, kind.tensors, kind.messages, kind.rounds, kind.nbytes, *least, remark])
-    return text.getvalue()
+        rows.append([client, *site, section, what, kind.tensors, kind.messages, kind.rounds, kind.nbytes, *least, remark])
+    return as_csv(rows)
 
 
 def disclosure_table(found: Mapping[tuple[int, str, str], Kind], called: ClientNames = UNNAMED) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import os
@@ -18,8 +16,9 @@ from fl_bn.federation.recalibration import Pass
 from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord, named_series, series
 from fl_bn.flower.compat import LOGGER
 from fl_bn.options import Value
+from fl_bn.support import durable
 from fl_bn.support.client_names import UNNAMED, ClientNames
-from fl_bn.support.durable import Damaged
+from fl_bn.support.durable import Damaged, as_csv
 from fl_bn.support.wire import reason
 from fl_bn.task import CLASS, CLASSIFICATION, Task
 
@@ -204,9 +203,8 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], bool]:
 
 def write_passes(passes: Sequence[Pass], path: Path) -> None:
     """Write ``recalibration.csv``: one line per statistics-only pass and layer."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        rows = ((one.number, one.clients, *movement) for one in passes for movement in one.movements)
-        csv.writer(file).writerows([PASS_COLUMNS, *rows])
+    rows = ((one.number, one.clients, *movement) for one in passes for movement in one.movements)
+    durable.write(path, as_csv([PASS_COLUMNS, *rows]).encode(), mode=0o666)
 
 
 class History:
@@ -297,10 +295,7 @@ class History:
 
 
 def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, Value | None]]) -> str:
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore")
-    writer.writerows({k: "" if v is None else v for k, v in row.items()} for row in rows)
-    return text.getvalue()
+    return as_csv([row.get(column) for column in columns] for row in rows)
 
 
 def _finite(value: float | None) -> float | None:

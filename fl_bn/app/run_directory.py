@@ -207,7 +207,7 @@ class RunDirectory(Callback):
         if transport is not None and (error is None or self.records or passes):  # else nothing was trained or measured
             self._save_model(path, transport)
         kinds = self._disclosed.kinds(counts)
-        (path / DISCLOSURE).write_text(disclosure_csv(kinds, config.called), newline="")
+        durable.write(path / DISCLOSURE, disclosure_csv(kinds, config.called).encode(), mode=0o666)
         self._write_passes()
         accountant = transport.secure.accountant if transport and transport.secure else None
         text = summary(

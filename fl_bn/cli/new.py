@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from fl_bn.cli.refusal import refused
+from fl_bn.support import durable
 
 NAMED = ("pyproject.toml", "README.md")  # files into which the name of the app is written
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
@@ -50,12 +51,11 @@ def write(name: str, folder: Path) -> None:
         raise ValueError(f"the app's package would be called {package}, which is a keyword or another module: choose another name")
     template = files("fl_bn").joinpath("templates/app")
     for source, made in ((template, folder), (template / "package", folder / package)):
-        made.mkdir()
         for file in source.iterdir():
             if file.is_file():
                 text = file.read_text(encoding="utf-8")
                 written = Template(text).substitute(name=name, package=package) if file.name in NAMED else text
-                (made / file.name).write_text(written, encoding="utf-8")
+                durable.write(made / file.name, written.encode(), mode=0o666)
 
 
 def package_of(name: str) -> str:

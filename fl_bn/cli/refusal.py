@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from fl_bn.support.durable import Unsupported
+from fl_bn.support.durable import FULL, Unsupported
 from fl_bn.support.extras import EXTRAS, NotInstalled, sentence
 from fl_bn.support.names import escaped
 
@@ -21,7 +21,7 @@ def refused(error: Exception, code: int = 2) -> typer.Exit:
 
 
 class Commands(TyperGroup):
-    """Run commands. If an extra is missing, or the system unsupported, print one sentence."""
+    """Run commands. If an extra is missing, the system unsupported, or the disk full, print one sentence."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the user has typed, or raise ``typer.Exit``."""
@@ -32,5 +32,7 @@ class Commands(TyperGroup):
             if absent not in EXTRAS:
                 raise
             raise refused(ModuleNotFoundError(sentence("this command", [absent]))) from error
-        except (NotInstalled, Unsupported) as error:
+        except (NotInstalled, Unsupported, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in FULL:
+                raise
             raise refused(error) from error

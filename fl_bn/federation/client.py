@@ -212,8 +212,8 @@ class LocalRound:
         """
         if samples < 1 or self.steps or self.exchange is not None:
             raise ValueError(
-                f"round.batch(n) takes the number of samples of the first batch, at least 1, once and before the first forward pass in "
-                f"training mode, but got round.batch({samples}) after {self.steps} steps and a batch of {self._first_samples} samples"
+                "a round's first batch must have at least 1 sample, and round.batch(n) says how many, once and before the first forward "
+                f"pass in training mode, but got {samples} samples after {self.steps} steps and a batch of {self._first_samples}"
             )
         self._first_samples = samples
         if self._connect is not None and self.phase is Phase.EXCHANGE:

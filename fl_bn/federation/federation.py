@@ -230,7 +230,8 @@ class Federation:
         cohorts and order of ``SeededBatches`` of round 1.
 
         Args:
-            rounds: The number of rounds; 0: only the statistics are measured.
+            rounds: The number of rounds; 0: the statistics are measured, for
+                ``model``, and no record is yielded.
 
         Raises:
             Diverged: In three rounds in a row, too few replies could be used.
@@ -249,7 +250,7 @@ class Federation:
         try:
             callbacks.on_start(running)
             with self._transport.serving(rounds, first):
-                for one in run(self.server, self._transport, rounds, first=first, failed=failed):
+                for one in run(self.server, self._transport, rounds, None, first, failed, lambda seen: self._newest.take(0, seen.tensors)):
                     self._newest.take(one.record.round, one.evaluated)
                     self._last = one
                     self.history.append(one.record)

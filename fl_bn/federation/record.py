@@ -230,7 +230,8 @@ def watch(record: RoundRecord, first_loss: float = math.nan, last: bool = False,
         rounds = "the last round" if failed == 1 else f"the last {failed} rounds"
         yield f"the run ends, and {rounds} did not change the model. {why_failed(record)}"
     far = ", ".join(f"client {c.client} says a loss of {c.loss:.4g}" for c in record.accepted if abs(c.loss) > LARGEST)
-    diverged = not math.isfinite(record.loss) or record.loss > RUNAWAY_LOSS * max(first_loss, 1.0)
+    known = record.round == 1 or not math.isnan(first_loss)  # a loss that nobody tells is said once
+    diverged = not math.isfinite(record.loss) and known or record.loss > RUNAWAY_LOSS * max(first_loss, 1.0)
     if record.aggregated and diverged and "masked" not in record.bytes_up:  # with masks nothing is known of a client that diverges
         untold = "no client told it ('loss' in fit's metrics, round.reply(samples, loss)), or " if math.isnan(record.loss) else ""
         ends = "the run ends with a model that diverged: do not use it. " if last and not untold else ""

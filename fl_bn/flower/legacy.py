@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,7 +70,8 @@ def legacy_client_app(
             Flower's context or, in the oldest form, ``client_fn(cid: str)``, from
             the client's number.
         method: the method, the same as the server's.
-        net: the client's attribute that holds its network.
+        net: the client's attribute that holds its network, such as ``"model"`` or
+            ``"trainer.model"``.
         trainloader: the client's attribute that holds its training batches.
         task: splits a batch into inputs and targets, if the method measures the
             batches.
@@ -95,16 +96,22 @@ def legacy_client_app(
 
 def part(client: Any, name: str) -> Any:
     """Return the client's network or batches. ``ValueError``: it has no such attribute."""
-    if (found := getattr(client, name, None)) is None:
+    if (found := reduce(lambda at, one: getattr(at, one, None), name.split("."), client)) is None:
         raise ValueError(f"the client has no attribute {name!r}: name it, legacy_client_app(..., net='model', trainloader='loader')")
     return found
+
+
+def put(client: Any, name: str, model: nn.Module) -> None:
+    """Replace the client's network."""
+    *outer, last = name.split(".")
+    setattr(reduce(getattr, outer, client), last, model)
 
 
 def _fit(client_of: ClientOf, net: str, trainloader: str, method: Method, task: Task, message: Message, context: Context) -> Message:
     """Answer a train message."""
     client = client_of(context)
     with training(message, context, part(client, net), method, part(client, trainloader), task=task) as round:
-        setattr(client, net, round.model)
+        put(client, net, round.model)
         arrays, samples, metrics = client.fit(_arrays(round.model), dict(message.content.config_records.get("config", {})))
         # the arrays count, since the user's code may have clipped them or added noise
         round.model.load_state_dict({k: torch.as_tensor(a) for k, a in zip(round.model.state_dict(), arrays, strict=True)})
@@ -117,7 +124,7 @@ def _fit(client_of: ClientOf, net: str, trainloader: str, method: Method, task: 
 def _evaluate(client_of: ClientOf, net: str, method: Method, message: Message, context: Context) -> Message:
     client = client_of(context)
     model = evaluating(message, context, part(client, net), method)
-    setattr(client, net, model)
+    put(client, net, model)
     loss, samples, metrics = client.evaluate(_arrays(model), dict(message.content.config_records.get("config", {})))
     own = numbers({**_numbers(metrics), "loss": loss, EXAMPLES: samples})
     return Message(RecordDict({OWN_METRICS: own, SCALARS: numbers(metrics, ConfigRecord)}), reply_to=message)

@@ -160,15 +160,11 @@ class OwnAppStrategy(BatchNormStrategy):
         self._model, self._method, self._clients = model, method, clients
         self._optimizer, self._defence, self._callbacks = optimizer, defence, checked_callbacks(callbacks)
 
-    def _flowers(self) -> FlowersArguments:
-        """Check and return Flower's arguments, which a subclass may have set."""
-        return FlowersArguments(**{name: getattr(self, name) for name in FLOWERS})
-
     def _begun(self, grid: Grid, timeout: float | None, train_config: ConfigRecord) -> tuple[GridTransport, float]:
         """Wait for the clients, and make the transport of a new run."""
         if self._policy is None:
             return super()._begun(grid, timeout, train_config)
-        now, rate = self._flowers(), self._policy.rate
+        now, rate = FlowersArguments(**{name: getattr(self, name) for name in FLOWERS}), self._policy.rate  # a subclass may have set them
         seconds = self._policy.timeout if timeout is None else timeout
         wanted = Network(convert(self._model, self._method), self._method).signature
         wait = SIMULATED if simulates(grid) else PATIENCE

@@ -9,14 +9,16 @@ contain a SHA-256 of the whole file, by which a damaged file is recognised.
 
 from __future__ import annotations
 
+import csv
 import errno
 import hashlib
+import io
 import json
 import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -69,18 +71,26 @@ def append(path: Path, line: bytes) -> None:
     """Add ``line``, without its newline, to a file durably, so that no later crash removes it.
 
     Half a line, which an earlier crash left at the end, stays as a line of its own.
-    If writing fails (``OSError``), part of the line may be in the file.
+    If the line cannot be written (``OSError``), the file is as before.
     """
     _make(path.parent)
     fresh = not path.exists()
-    with path.open("ab+") as file:
-        if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+    with path.open("ab+", buffering=0) as file:
+        if (length := file.tell()) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
             line = b"\n" + line
-        file.write(line + b"\n")
-        file.flush()
+        if file.write(line + b"\n") <= len(line):
+            file.truncate(length)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(file.fileno())
     if fresh:
         sync_folder(path.parent)
+
+
+def as_csv(rows: Iterable[Iterable[object]], end: str = "\r\n") -> str:
+    """Return rows as the content of a CSV file, whose lines end with ``end``."""
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator=end).writerows(rows)
+    return text.getvalue()
 
 
 def sync_folder(folder: Path) -> None:

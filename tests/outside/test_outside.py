@@ -191,8 +191,8 @@ def test_n_the_draft_of_columns_escapes_it_and_is_read_as_it_was(tmp_path: Path)
     assert [*drafted["numeric"], *drafted["categorical"]] == ["a\u202eb", "c\u3164"]
 
 
-def fed(targets: Any) -> None:
-    list(Federation(net(), methods.fbn(), [[(torch.randn(6, 3), targets)]] * 2).run(1))
+def fed(targets: Any, samples: int = 6) -> None:
+    list(Federation(net(), methods.fbn(), [[(torch.randn(samples, 3), targets)]] * 2).run(1))
 
 
 def said_by(*arguments: str) -> None:
@@ -206,18 +206,27 @@ def archive(folder: Path, labels: Any, dtype: Any = np.uint8) -> None:
     said_by("run", "--run-config", f"dataset='npz' data-path='{folder}/a.npz' clients=2 rounds=1")
 
 
+def test_o_a_run_of_0_rounds_leaves_the_statistics_of_all_data_in_the_model() -> None:
+    data = clients()
+    fed = Federation(net(), methods.fbn(), data)
+    assert list(fed.run(0)) == []
+    x = torch.cat([x for own in data for x, _ in own])
+    assert torch.allclose(fed.model[1].running_mean, net()[0](x).mean(0), atol=1e-6)
+
+
 @listed(
     "wrong, words",
     [
         (lambda folder: fed(torch.arange(6) % 3), "scores the classes 0..1, but a label is 2"),
+        (lambda folder: fed(torch.arange(0), 0), "a round's first batch must have at least 1 sample.*but got 0 samples"),
         (lambda folder: fed(["cat", "dog"] * 3), "labels.* but got .'cat', 'dog'"),
-        (lambda folder: archive(folder, np.arange(6) % 3), "no training sample has label 2"),
+        (lambda folder: archive(folder, np.arange(6) % 3), "a.npz.*no training sample has label 2"),
         (lambda folder: archive(folder, np.arange(6) % 2, np.float32), "a.npz, x_train: .*float32 with NaN"),
         (lambda folder: said_by("advise", "/nowhere"), "no file or folder '/nowhere'"),
         (lambda folder: said_by("run", "--run-config", "dataset='npz:x.npz'"), "dataset='npz' and data-path='x.npz'"),
         (lambda folder: said_by("run", "rounds=2"), '--run-config "rounds=2"'),
     ],
-    ids=["label", "text", "npz label", "npz nan", "advise", "npz:", "run key"],
+    ids=["label", "empty", "text", "npz label", "npz nan", "advise", "npz:", "run key"],
 )
 def test_o_one_sentence_names_the_cause_and_the_place(wrong: Callable[[Path], None], words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import re
 from collections.abc import Sequence
@@ -11,6 +9,7 @@ from collections.abc import Sequence
 from fl_bn.app.report.cells import Cell
 from fl_bn.app.report.layout import Entry, Table, as_text
 from fl_bn.app.report.settings import SEED, label
+from fl_bn.support.durable import as_csv
 
 
 def to_markdown(table: Table) -> str:
@@ -39,14 +38,12 @@ def runs_csv(cells: Sequence[Cell]) -> str:
     single = (name for cell in cells for row in cell.rows for name, value in row.items() if not isinstance(value, list | dict))
     measured = list(dict.fromkeys(("round", *single)))
     own = ("run", "status", "error", *measured)
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["run", *(f"axis-{axis}" if axis in own else axis for axis in axes), "status", "error", *measured])
+    lines: list[list[object]] = [["run", *(f"axis-{axis}" if axis in own else axis for axis in axes), "status", "error", *measured]]
     for cell in cells:
         values = [label(cell.axes[axis]) if axis in cell.axes else "" for axis in axes]
         for row in cell.rows or ({},):
-            writer.writerow([cell.name, *values, cell.status, cell.error, *(row.get(name) for name in measured)])
-    return text.getvalue()
+            lines.append([cell.name, *values, cell.status, cell.error, *(row.get(name) for name in measured)])
+    return as_csv(lines, "\n")
 
 
 def texts(table: Table) -> list[tuple[str, list[tuple[bool, str, str]]]]:

@@ -13,6 +13,7 @@ from fl_bn.app.config import ConfigError
 from fl_bn.app.sweep.cells import CENTRALISED, Cell, run_cells
 from fl_bn.app.sweep.file import Sweep
 from fl_bn.data.dataset import DataNotFound
+from fl_bn.support import durable
 from fl_bn.support.names import expected
 
 FILE = "sweep.toml"
@@ -85,8 +86,7 @@ def run(sweep: Sweep, chosen: Plan, output: Path, jobs: int, progress: Callable[
     ``jobs`` and ``progress`` are those of ``run_cells``. Return the error of each
     cell that failed, now or before, by its name.
     """
-    output.mkdir(parents=True, exist_ok=True)
-    (output / FILE).write_text(sweep.to_toml(), encoding="utf-8")
+    durable.write(output / FILE, sweep.to_toml().encode(), mode=0o666)
     for cell in chosen.cells:  # labels of axes may have been renamed in the file since the cell was run
         if cell.finished() and cell.outcome().get("axes") != dict(cell.axes):
             cell.write_outcome("finished", float(cell.outcome().get("seconds", 0.0)))

@@ -282,16 +282,12 @@ class SecureSum:
         except DO_NOT_FIT as error:
             raise SumFailed(f"the masks could not be removed: {error!r}", self.refused) from error
         (whole,), vector = (part & (MODULUS - 1) for part in total)
-        if not self._unmasked(int(whole), len(masked)):
+        if int(whole) != len(masked) * self.levels:  # the sum of the weights of 1, as levels
             raise SumFailed("the masks did not cancel (different versions of fl-bn, or a false share)", self.refused)
         (mean,) = server_half.dequantize([vector], float(self.settings.clipping_range), self.levels)
         mean += -(len(masked) - 1) * float(self.settings.clipping_range)
         mean *= 1 / len(masked)
         return np.asarray(mean)
-
-    def _unmasked(self, whole: int, clients: int) -> bool:
-        """Return whether the masks have cancelled: ``whole`` sums the weights of 1, as levels."""
-        return whole == clients * self.levels
 
     def _seeds(self, node: int, secret: bytes, active: set[int], keys: Mapping[int, list[bytes]]) -> list[tuple[bytes, int]]:
         """Return the seeds of the masks that ``secret`` removes from the sum, with their signs."""
