@@ -102,8 +102,8 @@ def _metric(axes: Axes, records: Sequence[RoundRecord], task: Task, split: str) 
     own = [[task.scale() * m[task.metric] for m in r.client_evaluation.values()] or [math.nan] for r in tested]
     name = f"{split} {task.metric.replace('-', ' ')}"
     apart = any(r.client_evaluation for r in tested)
-    ends = ([*map(min, own)], [*map(max, own)]) if apart else ()
-    curve(axes, rounds, values, *ends, band="clients, worst to best", label=name, **line(0))
+    low, high = ([*map(min, own)], [*map(max, own)]) if apart else ([], [])
+    curve(axes, rounds, values, low, high, band="clients, worst to best", label=name, **line(0))
     if apart:
         axes.legend(loc="best")
     if values:
