@@ -45,7 +45,8 @@ def running(case: Case, config: dict[str, Any], until: int = 0) -> Iterator[Run]
     Args:
         case: The repetition of the drill.
         config: The run config.
-        until: The block begins at a random moment after a round that is drawn, from the first to this one. 0: after the first round.
+        until: The block begins at a random moment after a round that is drawn, from the first to this one, but not after the last
+            round. 0: after the first round.
     """
     run, folder = Run(case.federation.submit(config)), case.federation.result(config["name"])
     assert run.process.stdout is not None
@@ -54,7 +55,9 @@ def running(case: Case, config: dict[str, Any], until: int = 0) -> Iterator[Run]
     try:
         target = case.rng.randint(1, until or 1)
         wait_until(f"round {target}", lambda: rounds_of(folder) >= target or run.process.poll() is not None, 600)
-        time.sleep(case.rng.uniform(0.0, 12.0) if until else 0.0)
+        end = time.monotonic() + (case.rng.uniform(0.0, 12.0) if until else 0.0)
+        while time.monotonic() < end and rounds_of(folder) < config["rounds"]:
+            time.sleep(0.1)
         run.moment = f"{rounds_of(folder)} rounds done"
         yield run
     finally:
@@ -209,12 +212,12 @@ def filled(folder: Path) -> Iterator[None]:
 def clock_skew(case: Case) -> Outcome:
     """Stop a site during a run, and start it again with a wrong clock; correct the clock later.
 
-    The clock is five minutes ahead, which Flower refuses, or five minutes behind. Only the clock that the site's Python
-    processes read is wrong (``skewed/sitecustomize.py``). TLS reads the true clock.
+    The clock is five minutes ahead, so Flower refuses the site, whose programs end, or five minutes behind. Only the clock
+    that the site's Python processes read is wrong (``skewed/sitecustomize.py``). TLS reads the true clock.
     """
     federation, ahead = case.federation, case.rng.random() < 0.7
     site = case.rng.choice(federation.sites)
-    part, words = f"sites/{site}", "Invalid timestamp" if ahead else "SuperNode ID"
+    part, words = f"sites/{site}", "supernode ended" if ahead else "SuperNode ID"
     usual = federation.environment[part]
     clock = {"PYTHONPATH": f"{Path(__file__).with_name('skewed')}:{ROOT}", "FL_BN_SKEW": str(SKEW if ahead else -SKEW)}
     config = case.config("fedbn", rounds=8, **{"retry-timeout": 20.0})

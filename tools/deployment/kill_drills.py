@@ -4,8 +4,8 @@
     python -m tools.deployment.kill_drills --times 20 --only skew --page deploy/drills.md
 
 Troubles that come and go are caused --times times in one run; the other drills are done --times times with a run each. The
-random moments are drawn from the repetition's number: --seed, --seed + 1, and so on. The table is
-of all outcomes in the folder, and the same command goes on where it was stopped. Most of the time is spent waiting for Flower's timeouts.
+random moments are drawn from the repetition's number: --seed, --seed + 1, and so on. The table is of all outcomes in the folder, of each
+version of Flower, and the same command goes on where it was stopped. Most of the time is spent waiting for Flower's timeouts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
@@ -31,6 +32,7 @@ from tools.deployment.outcomes import Case, Outcome, run_folders
 BEGIN, END = "<!-- table of kill_drills -->\n", "<!-- end of the table -->\n"
 Item = tuple[str, int, int]  # drill, repetition, times
 Row = dict[str, str]
+FLOWER = version("flwr")
 
 
 def perform(federation: Federation, folder: Path, item: Item) -> Outcome:
@@ -49,21 +51,21 @@ def perform(federation: Federation, folder: Path, item: Item) -> Outcome:
 
 def row_of(name: str, outcome: Outcome) -> Row:
     told = {"notes": "; ".join(outcome.notes), "missed": "; ".join(outcome.missed), "seconds": round(outcome.seconds, 1)}
-    return {key: str(value) for key, value in {"name": name, **asdict(outcome), **told}.items()}
+    return {key: str(value) for key, value in {"name": name, "flower": FLOWER, **asdict(outcome), **told}.items()}
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a Markdown table with one line per drill: how often it was done, and its kinds of outcome."""
-    lines = ["| drill | times | as it should be | what happened | seconds (median) |", "|---|---:|---:|---|---:|"]
-    for name in dict.fromkeys(row["drill"] for row in rows):
-        mine, kinds, fine = [row for row in rows if row["drill"] == name], Counter[str](), 0
+    """Return a Markdown table with one line per drill and version of Flower: how often it was done, and its kinds of outcome."""
+    lines = ["| drill | Flower | as it should be | seconds (median) | what happened |", "|---|---|---:|---:|---|"]
+    for name, flower in sorted({(row["drill"], row["flower"]) for row in rows}):
+        mine, kinds, fine = [row for row in rows if (row["drill"], row["flower"]) == (name, flower)], Counter[str](), 0
         for row in mine:
             what = f"{generally(row['what'])}: {('identical ' + row['identical']) if row['identical'] else 'NOT identical'}"
             kinds[what + (f", but not: {generally(row['missed'])}" if row["missed"] else "")] += int(row["times"])
             fine += int(row["times"]) if row["identical"] and not row["missed"] else 0
         said = "; ".join(f"{count} x {what}" for what, count in kinds.most_common())
         seconds = median(float(row["seconds"]) / int(row["times"]) for row in mine)
-        lines.append(f"| {name} | {kinds.total()} | {fine} | {said} | {seconds:.0f} |")
+        lines.append(f"| {name} | {flower} | {fine} of {kinds.total()} | {seconds:.0f} | {said} |")
     return "\n".join(lines) + "\n"
 
 
@@ -83,7 +85,7 @@ def main() -> int:
     chosen.output.mkdir(parents=True, exist_ok=True)
     record = chosen.output / "outcomes.csv"
     rows: list[Row] = list(csv.DictReader(record.read_text().splitlines())) if record.exists() else []
-    done = {(row["name"], int(row["repetition"]), int(row["times"])) for row in rows}
+    done = {(row["name"], int(row["repetition"]), int(row["times"])) for row in rows if row["flower"] == FLOWER}
     names, seeds = chosen.only.split(","), range(chosen.seed, chosen.seed + chosen.times)
     items: list[Item] = [(name, chosen.seed, chosen.times) for name in names if name in IN_ONE_RUN]
     items += [(name, number, 1) for number in seeds for name in names if name not in IN_ONE_RUN]
