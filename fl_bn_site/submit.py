@@ -291,7 +291,7 @@ def _of(server: ServerFolder, sites: str) -> dict[str, Scalar]:
 def _wait_for_the_end(control: Control, name: str, say: Say) -> None:
     """Wait until the run ``name`` is over, so that it can be resumed. Flower takes a minute or two to notice that its server died."""
     said = False
-    while any(run.name == name and not run.status.startswith("finished") for run in control.runs() if name):
+    while name and any(run.name == name and not run.status.startswith("finished") for run in control.runs()):
         if not said:
             say(f"{name} waits, since Flower does not count it as ended yet")
         said = True
@@ -334,7 +334,8 @@ def _follow(control: Control, run: str, say: Say) -> str:
             if problem:
                 say(f"the SuperLink at {control.address} answers again")
             last_answer, problem = time.monotonic(), ""
-        time.sleep(LOOK)
+        if not status.startswith("finished"):
+            time.sleep(LOOK)
 
 
 def _lines(control: Control, run: str) -> Iterator[str]:
