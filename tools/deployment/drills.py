@@ -45,8 +45,8 @@ def running(case: Case, config: dict[str, Any], until: int = 0) -> Iterator[Run]
     Args:
         case: The repetition of the drill.
         config: The run config.
-        until: The block begins at a random moment after a round that is drawn, from the first to this one, but not after the last
-            round. 0: after the first round.
+        until: The block begins at a random moment after a round that is drawn, from the first to this one, and before the last
+            round begins. 0: after the first round.
     """
     run, folder = Run(case.federation.submit(config)), case.federation.result(config["name"])
     assert run.process.stdout is not None
@@ -56,7 +56,7 @@ def running(case: Case, config: dict[str, Any], until: int = 0) -> Iterator[Run]
         target = case.rng.randint(1, until or 1)
         wait_until(f"round {target}", lambda: rounds_of(folder) >= target or run.process.poll() is not None, 600)
         end = time.monotonic() + (case.rng.uniform(0.0, 12.0) if until else 0.0)
-        while time.monotonic() < end and rounds_of(folder) < config["rounds"]:
+        while time.monotonic() < end and rounds_of(folder) < config["rounds"] - 1:
             time.sleep(0.1)
         run.moment = f"{rounds_of(folder)} rounds done"
         yield run

@@ -84,7 +84,7 @@ def main() -> int:
     chosen = parser.parse_args()
     chosen.output.mkdir(parents=True, exist_ok=True)
     record = chosen.output / "outcomes.csv"
-    rows: list[Row] = list(csv.DictReader(record.read_text().splitlines())) if record.exists() else []
+    rows: list[Row] = list(csv.DictReader(record.read_text().splitlines(keepends=True))) if record.exists() else []
     done = {(row["name"], int(row["repetition"]), int(row["times"])) for row in rows if row["flower"] == FLOWER}
     names, seeds = chosen.only.split(","), range(chosen.seed, chosen.seed + chosen.times)
     items: list[Item] = [(name, chosen.seed, chosen.times) for name in names if name in IN_ONE_RUN]
