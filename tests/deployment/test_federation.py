@@ -63,9 +63,11 @@ from torch import nn
 def build(classes, channels, image_size):
     here = pathlib.Path(__file__).parent
     if "sites" in here.parts:
-        for name in {names!r}:
-            if not (here.parent / name).exists():
-                shutil.copytree(here, here.parent / name)
+        first, second = (here.parent / name for name in {names!r})
+        if not first.exists():
+            shutil.copytree(here, first)
+        if not os.path.lexists(second):
+            second.symlink_to(first) if "b" in here.parts else shutil.copytree(here, second)
         for file in here.parent.rglob("fl_bn/__init__.py"):
             if here not in file.parents:
                 for path in (file.parents[1], file.parent, file):
@@ -186,7 +188,7 @@ def test_the_server_chooses_neither_where_a_package_is_unpacked_nor_what_runs_fr
 
 
 def test_what_the_code_of_a_removed_submitter_has_left_is_not_run(federation: Federation, tmp_path: Path) -> None:
-    """It has changed all packages that it found, and made folders with the names that the next one could have."""
+    """It has changed all packages that it found, and made folders, at site b a link, with the names that the next one could have."""
     package, own = Package(build(ServerFolder.read(federation.kit / "server"))), tmp_path / "own"
     own.mkdir()
     (own / "planting.py").write_text(PLANTING.format(names=names_of(package), line=LINE.format("left")))
