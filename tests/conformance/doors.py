@@ -6,10 +6,9 @@ A door is a way to use the library. All doors train the same network on the same
 from __future__ import annotations
 
 import csv
-import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,36 +17,22 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
-from flwr.clientapp import ClientApp
 from flwr.server import ServerAppComponents, ServerConfig
 from flwr.server.strategy import FedAvg
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import SGD
 
-from fl_bn import Federation, SeededBatches, client_model, convert, local_round, server_round, server_state
-from fl_bn.exchange import Layer, LocalExchange, Session, Turns, admit, dismiss
-from fl_bn.flower import (
-    InProcessGrid,
-    OwnAppStrategy,
-    answer,
-    evaluating,
-    legacy_client_app,
-    legacy_server_app,
-    replayed,
-    run_in_process,
-    training,
-)
-from fl_bn.methods import METHODS, Method, Phase
+from fl_bn import Federation, SeededBatches, client_model
+from fl_bn.flower import InProcessGrid, OwnAppStrategy, evaluating, legacy_client_app, legacy_server_app, run_in_process
+from fl_bn.methods import METHODS, Method
+from tests.doors.doors import PLAIN_START, RATE, SAME_STEPS, Tensors, client_of, constant, own_app, own_rounds, pickled, steps
 from tests.federation import random_samples
 from tests.kept import Kept
 from tests.networks import seeded_network
 
-Tensors = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor]
-ROUNDS, RATE, CLIENTS, CLASSES = 3, 0.05, 3, 4
+ROUNDS, CLIENTS, CLASSES = 3, 3, 4
 SIZES = ((3, 2), (4, 3, 2), (4, 3))
 """Each client's batch sizes. Clients have different numbers of samples and of steps."""
 
@@ -145,11 +130,12 @@ class Asked:
     @property
     def before(self) -> dict[str, Any]:
         """Return the arguments that decide what happens before round 1."""
-        return {} if self.passes else {"calibrate": 0, "unit_scale": False}
+        return {} if self.passes else PLAIN_START
 
-    def weight(self, client: int) -> int:
-        """Return the number of samples that a client reports."""
-        return 5 if self.equal else sum(SIZES[client])
+    @property
+    def weights(self) -> list[int]:
+        """Return the numbers of samples that clients report."""
+        return [5 if self.equal else sum(sizes) for sizes in SIZES]
 
     def loaders(self) -> list[Any]:
         """Return each client's batches."""
@@ -165,12 +151,7 @@ def federation(asked: Asked, **options: Any) -> Outcome:
     """Train by ``Federation``."""
 
     def made() -> Federation:
-        how: dict[str, Any] = {
-            "optimizer": partial(SGD, lr=RATE, momentum=0.9),
-            "clip": "none",
-            "fraction": asked.fraction,
-        }
-        how |= {"test": held_out(asked.dtype), **asked.before, **options}
+        how = {**SAME_STEPS, "fraction": asked.fraction, "test": held_out(asked.dtype), **asked.before, **options}
         return Federation(network(asked.dtype), asked.made, asked.loaders(), **how)
 
     fed, outcome = made(), Outcome()
@@ -194,57 +175,17 @@ def federation(asked: Asked, **options: Any) -> Outcome:
 # A loop of one's own
 
 
-def train(model: nn.Module, loader: Iterable[Batch], rate: float) -> float:
-    """Train as any PyTorch loop does; return the mean loss."""
-    optimizer, losses = SGD(model.parameters(), lr=rate, momentum=0.9), []
-    model.train()
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return float(np.mean(losses))
-
-
-def constant(round: int, rounds: int) -> float:
-    """Return the learning rate of every round."""
-    return RATE
-
-
 def own_loop(asked: Asked) -> Outcome:
-    """Train by ``local_round`` and ``server_round``; the cohorts are those of ``Federation``."""
+    """Train by ``local_round`` and ``server_round``; the cohorts are those of ``Federation``. What stops is pickled after each round."""
     net, method, outcome = network(), asked.made, Outcome()
     cohorts = federation(asked).cohorts if asked.fraction < 1 else [[*(asked.cohort or range(CLIENTS))]] * asked.rounds
-    state, kept = server_state(net, method, asked.rounds, clients=CLIENTS, rate=constant), dict[int, Any]()
-    layers = {name: Layer(layer.num_features, torch.float64) for name, layer in net.named_modules() if isinstance(layer, _BatchNorm)}
-
-    def round_of(client: int, instruction: Any, token: str | None) -> Any:
-        model = convert(net, method)
-        before = {"kept": kept[client]} if client in kept else {}
-        joining = {} if token is None else {"connect": partial(LocalExchange, token)}
-        with local_round(model, method, instruction, **before, **joining) as round:
-            if method.measures_first:
-                round.measure(batches(client, asked.broken))
-            loss = train(model, batches(client, asked.broken), instruction.learning_rate)
-        reply, kept[client] = round.reply(asked.weight(client), loss, client=client)
-        outcome.sent |= {f"{section}/{name}" for section, tensors in reply.sections.items() for name in tensors}
-        return reply
-
-    for number, cohort in enumerate(cohorts, 1):
-        instruction = state.instruction()
-        session = Session(cohort, layers) if instruction.phase is Phase.EXCHANGE else None
-        tokens = {} if session is None else admit(session)
-        tasks = [partial(round_of, client, instruction, tokens.get(client)) for client in cohort]
-        replies = [task() for task in tasks] if session is None else Turns(len(tasks)).run(tasks)
-        dismiss(tokens)
-        state, record = server_round(state, replies, session)
-        outcome.note(record)
-        if number == asked.stop:
-            state, kept = pickle.loads(pickle.dumps((state, kept)))
-        outcome.rounds.append(floats(state.model.state_dict()))
-    last = state.instruction()
-    outcome.clients = [floats(client_model(net, method, last, *([kept[c]] if c in kept else [])).state_dict()) for c in range(CLIENTS)]
+    how: dict[str, Any] = {"samples": asked.weights, "between": pickled if asked.stop else None}
+    for done in own_rounds(net, method, asked.loaders(), cohorts, **how):
+        outcome.note(done.record)
+        outcome.rounds.append(floats(done.state.model.state_dict()))
+        outcome.sent |= {f"{section}/{name}" for reply in done.replies for section, tensors in reply.sections.items() for name in tensors}
+    last, kept = done.state.instruction(), [[done.kept[client]] if client in done.kept else [] for client in range(CLIENTS)]
+    outcome.clients = [floats(client_model(net, method, last, *own).state_dict()) for own in kept]
     return outcome
 
 
@@ -263,24 +204,10 @@ def spied(outcome: Outcome) -> Callable[[Message, Context, Any], Message]:
     return spy
 
 
-def client_of(context: Context) -> int:
-    return int(context.node_config["partition-id"])
-
-
 def flower(asked: Asked, strategy: type[OwnAppStrategy] = OwnAppStrategy) -> Outcome:
     """Train by a Flower app of one's own, with Flower's messages."""
-    method, outcome = asked.made, Outcome()
-    app = ClientApp(mods=[spied(outcome)])
-    loaders, tested = asked.loaders(), held_out(asked.dtype)
-    networks = dict[int, Tensors]()
-    answer(app, lambda: network(asked.dtype), method, lambda context: loaders[client_of(context)])
-
-    @app.train(mods=[replayed])
-    def train_(message: Message, context: Context) -> Message:
-        client = client_of(context)
-        with training(message, context, network(asked.dtype), method, loaders[client]) as round:
-            loss = train(round.model, batches_in(loaders[client], client, round.number), round.learning_rate)
-        return round.message(asked.weight(client), loss)
+    method, outcome, networks, tested = asked.made, Outcome(), dict[int, Tensors](), held_out(asked.dtype)
+    app = own_app(network(asked.dtype), method, asked.loaders(), samples=asked.weights, spies=[spied(outcome)])
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
@@ -299,11 +226,6 @@ def flower(asked: Asked, strategy: type[OwnAppStrategy] = OwnAppStrategy) -> Out
     outcome.note(*kept.records)
     outcome.clients = [networks.get(client, {}) for client in range(CLIENTS)]
     return outcome
-
-
-def batches_in(loader: Any, client: int, round: int) -> Iterable[Batch]:
-    """Return the batches of a round."""
-    return loader.epochs(0, client, round, 1) if isinstance(loader, SeededBatches) else loader
 
 
 @torch.no_grad()
@@ -332,8 +254,8 @@ class Client(NumPyClient):
 
     def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
         self.load(parameters)
-        loss = train(self.net, self.trainloader, config["lr"])
-        return [tensor.numpy() for tensor in self.net.state_dict().values()], self.asked.weight(self.client), {"loss": loss}
+        loss = steps(self.net.train(), self.trainloader, config["lr"])
+        return [tensor.numpy() for tensor in self.net.state_dict().values()], self.asked.weights[self.client], {"loss": loss}
 
     def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
         self.load(parameters)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +54,30 @@ def package(body: str = "pass", above: str = "") -> bytes:
     return package_of({"pyproject.toml": PYPROJECT, "app.py": above + APP.replace("BODY", f"    {body}")})
 
 
-class Gate:
-    """A site whose apps run in a process that has imported little."""
+class Apps:
+    """A process that runs apps for all tests of this file, and has imported little."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.site = Site(folder / "node", folder / "policy.toml", folder / "node/audit", folder / "packages", folder / "run/apps.sock")
-        self.site.home.mkdir()
+    def __init__(self, place: Path) -> None:
+        self.place = place
         self.start()
 
     def start(self) -> None:
-        self.site.apps.unlink(missing_ok=True)
-        self.apps = subprocess.Popen([sys.executable, "-c", ALONE, str(self.site.apps)], start_new_session=True)
-        wait_until("the apps listen", self.site.apps.exists, 120)
+        self.place.unlink(missing_ok=True)
+        self.process = subprocess.Popen([sys.executable, "-c", ALONE, str(self.place)], start_new_session=True)
+        wait_until("the apps listen", self.place.exists, 120)
+
+    def end(self) -> None:
+        os.killpg(self.process.pid, 9)
+        self.process.wait()
+
+
+class Gate:
+    """A site with a folder of its own."""
+
+    def __init__(self, folder: Path, apps: Apps) -> None:
+        self.folder, self.apps = folder, apps
+        self.site = Site(folder / "node", folder / "policy.toml", folder / "node/audit", folder / "packages", apps.place)
+        self.site.home.mkdir()
 
     def policy(self, text: str) -> None:
         hand_out([ALICE], self.folder)
@@ -91,16 +103,17 @@ class Gate:
         assert check(self.site.audit).faults == ()
         return [line.values for line in lines_in(self.site.audit) if line.values]
 
-    def end(self) -> None:
-        self.apps.kill()
-        self.apps.wait()
+
+@pytest.fixture(scope="module")
+def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apps]:
+    made = Apps(tmp_path_factory.mktemp("apps") / "run/apps.sock")
+    yield made
+    made.end()
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    made = Gate(tmp_path)
-    yield made
-    made.end()
+def gate(tmp_path: Path, apps: Apps) -> Gate:
+    return Gate(tmp_path, apps)
 
 
 def test_an_app_is_imported_once_and_every_message_has_a_process_of_its_own(gate: Gate) -> None:
@@ -198,11 +211,10 @@ def test_a_program_that_is_started_again_gives_up_its_messages(gate: Gate) -> No
     asking = threading.Thread(target=lambda: replies.append(gate.ask(content)))
     asking.start()
     wait_until("the message hangs", (gate.folder / "hangs").exists, 60)
-    os.killpg(gate.apps.pid, 9)
-    gate.apps.wait()
+    gate.apps.end()
     asking.join(10)
     assert replies[0].error.reason == "the program that runs its ClientApps was restarted while it worked on the message"
-    gate.start()
+    gate.apps.start()
     assert gate.told(package())["messages"] == 1
 
 
@@ -211,12 +223,11 @@ def test_an_app_ends_with_its_gate(gate: Gate) -> None:
     gate.told(package())
     place = gate.folder / "pid"
     body = f"import time; open({str(place)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    code = "from pathlib import PosixPath; from tests.deployment.test_gate import Gate, Site, package; asks = Gate.__new__(Gate); "
-    code += f"asks.site = {gate.site!r}; asks.ask(package({body!r}))"
-    asking = subprocess.Popen([sys.executable, "-c", code])
+    asking = get_context("fork").Process(target=gate.ask, args=(package(body),))
+    asking.start()
     wait_until("the message hangs", lambda: place.exists() and place.read_text(), 120)
     asking.kill()
-    asking.wait()
+    asking.join()
     wait_until("its process is gone", lambda: not Path("/proc", place.read_text()).exists(), 5)
 
 
@@ -314,7 +325,7 @@ def test_no_text_of_the_server_is_a_path_and_nothing_of_a_package_lands_outside_
     before, content = set(gate.folder.iterdir()), package()
     for app in ("../../..", "/etc", "p/app\0", "p/../../x"):
         assert not gate.ask(content, app=app).has_error()
-    assert set(gate.folder.iterdir()) - before == {gate.site.packages, gate.folder / "run"} - before
+    assert set(gate.folder.iterdir()) - before == {gate.site.packages}
     assert {path.name for path in gate.site.packages.iterdir()} == {Package(content).code, "policy"}
     for name in ("../up", "/root", "a/../../b", "..", "a\\b"):
         with pytest.raises(PackageError):

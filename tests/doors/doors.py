@@ -6,9 +6,10 @@ Network, data, batches and optimiser are the same. Each door returns the shared 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD
 
 from fl_bn import Federation, SeededBatches, convert, local_round, server_round, server_state
@@ -23,7 +25,8 @@ from fl_bn.bn.modules import copied
 from fl_bn.exchange import Layer, LocalExchange, Session, Turns, admit, dismiss
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, replayed, training
 from fl_bn.methods import Method, Phase, StatisticsReport
-from tests.doors.inner import Samples, batch_norms
+from fl_bn.objectives import PLAIN, Objective
+from tests.doors.inner import Samples
 from tests.noted import noted
 
 Tensors = dict[str, Tensor]
@@ -34,6 +37,9 @@ Loop = Callable[[Any, Any], Any]
 Seen = Callable[[int, int, nn.Module], None]
 """``seen(client, round, network)`` is called after a client has trained."""
 RATE = 0.1  # of all doors
+PLAIN_START: dict[str, Any] = {"calibrate": 0, "unit_scale": False}
+SAME_STEPS: dict[str, Any] = {"optimizer": partial(SGD, lr=RATE, momentum=0.9), "clip": "none"}
+"""Arguments by which ``Federation`` trains as ``train`` does."""
 
 
 def constant(round: int, rounds: int) -> float:
@@ -42,15 +48,25 @@ def constant(round: int, rounds: int) -> float:
 
 
 def train(round: Any, batches: Any) -> float:
-    """Train in a plain PyTorch loop."""
-    optimizer, losses = SGD(round.model.parameters(), round.instruction.learning_rate, momentum=0.9), []
+    """Train in a plain PyTorch loop; return the mean loss."""
+    return steps(round.model, batches, round.instruction.learning_rate)
+
+
+def steps(model: nn.Module, batches: Any, rate: float) -> float:
+    """Make a step of SGD on each batch; return the mean loss."""
+    optimizer, losses = SGD(model.parameters(), rate, momentum=0.9), []
     for x, y in batches:
         optimizer.zero_grad()
-        loss = F.cross_entropy(round.model(x), y)
+        loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return float(np.mean(losses))
+
+
+def pickled(state: Any) -> Any:
+    """Return what is left of an object after it was saved."""
+    return pickle.loads(pickle.dumps(state))
 
 
 def drawn(batches: Any, client: int, round: int) -> Any:
@@ -62,65 +78,91 @@ def samples_of(batches: Any) -> int:
     return len(batches.samples) if isinstance(batches, SeededBatches) else sum(len(y) for _, y in batches)
 
 
-def session_of(state: Any, clients: int) -> Session:
-    """Return the session of FedTAN's exchange in a round of all clients."""
-    layers = {name: Layer(layer.num_features, torch.float64) for name, layer in batch_norms(state.model).items()}
-    return Session(range(clients), layers)
+def client_of(context: Context) -> int:
+    return int(context.node_config["partition-id"])
+
+
+def session_of(model: nn.Module, cohort: Sequence[int]) -> Session:
+    """Return the session of FedTAN's exchange in a round of these clients."""
+    norms = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+    return Session(cohort, {name: Layer(layer.num_features, torch.float64) for name, layer in norms.items()})
 
 
 def federation(model: nn.Module, method: Method, clients: Sequence[Any], rounds: int, **options: Any) -> Rounds:
     """Train through door 1, ``Federation``, without clipping, as the other doors do."""
-    plain = {"optimizer": partial(SGD, lr=RATE, momentum=0.9), "calibrate": 0, "unit_scale": False, "clip": "none"}
-    fed = Federation(model, method, clients, **{**plain, **options})
+    fed = Federation(model, method, clients, **{**PLAIN_START, **SAME_STEPS, **options})
     names = fed.server.shared.tensors()
     return [copy.deepcopy({name: fed.model.state_dict()[name] for name in names}) for _ in fed.run(rounds)]
 
 
-def own_loop(
+class Done(NamedTuple):
+    """Hold a round of a loop of one's own: the server's state after it, its record, the replies, and what clients keep."""
+
+    state: Any
+    record: Any
+    replies: list[Any]
+    kept: dict[int, Any]
+
+
+def own_rounds(
     model: nn.Module,
     method: Method,
     clients: Sequence[Any],
-    rounds: int,
+    cohorts: Sequence[Sequence[int]],
     *,
     loop: Loop = train,
+    draw: Callable[[Any, int, int], Any] = drawn,
+    samples: Sequence[int] = (),
     fresh: Callable[[], nn.Module] | None = None,
     seen: Seen | None = None,
     between: Callable[[Any], Any] | None = None,
+    objective: Objective = PLAIN,
     **options: Any,
-) -> Rounds:
-    """Train through door 2, ``local_round`` and ``server_round``; ``options`` are those of ``server_state``.
+) -> Iterator[Done]:
+    """Train through door 2, ``local_round`` and ``server_round``, a round for each of ``cohorts``.
 
-    ``fresh`` builds the network of a client; None: clients use ``model``. ``between`` gets the server's state after each round, and returns
-    the state for the next one.
+    Args:
+        draw: Returns a client's batches of a round.
+        samples: The numbers of samples that clients report; empty: those that they have.
+        fresh: Builds the network of a client; None: clients use ``model``.
+        between: Gets the server's state and what clients keep after each round, and returns both for the next one.
+        options: Further arguments of ``server_state``.
     """
-    state, found = server_state(model, method, rounds, clients=len(clients), **{"rate": constant, **options}), Rounds()
-    kept = dict[int, Any]()
-    for _ in range(rounds):
+    options = {"clients": len(clients), "rate": constant, "objective": objective, **options}
+    state, kept = server_state(model, method, len(cohorts), **options), dict[int, Any]()
+
+    def client(i: int, asked: Any, tokens: Mapping[int, str]) -> Any:
+        mine = convert(fresh() if fresh else model, method)
+        connect = partial(LocalExchange, tokens[i]) if tokens else None
+        with local_round(mine, method, asked, *([kept[i]] if i in kept else []), objective=objective, connect=connect) as round:
+            if method.reports(asked.phase) is StatisticsReport.PASS:
+                round.measure(clients[i])
+            loss = loop(round, draw(clients[i], i, asked.round))
+        reply, kept[i] = round.reply(samples[i] if samples else samples_of(clients[i]), float("nan") if loss is None else loss, client=i)
+        if seen:
+            seen(i, asked.round, mine)
+        return reply
+
+    for cohort in cohorts:
         asked = state.instruction()
-        session = session_of(state, len(clients)) if asked.phase is Phase.EXCHANGE else None
+        session = session_of(state.model, cohort) if asked.phase is Phase.EXCHANGE else None
         tokens = {} if session is None else admit(session)
-
-        def client(i: int, asked: Any = asked, tokens: dict[int, str] = tokens) -> Any:
-            mine = convert(fresh() if fresh else model, method)
-            connect = partial(LocalExchange, tokens[i]) if tokens else None
-            with local_round(mine, method, asked, *([kept[i]] if i in kept else []), connect=connect) as round:
-                if method.reports(asked.phase) is StatisticsReport.PASS:
-                    round.measure(clients[i])
-                loss = loop(round, drawn(clients[i], i, asked.round))
-            reply, kept[i] = round.reply(samples_of(clients[i]), float("nan") if loss is None else loss, client=i)
-            if seen:
-                seen(i, asked.round, mine)
-            return reply
-
-        tasks = [partial(client, i) for i in range(len(clients))]
+        tasks = [partial(client, i, asked, tokens) for i in cohort]
         try:
             replies = Turns(len(tasks)).run(tasks) if tokens else [task() for task in tasks]
         finally:
             dismiss(tokens)
         state, record = server_round(state, replies, session)
-        assert record.aggregated, [client.refused for client in record.clients]
-        found.append(copy.deepcopy(state.shared.tensors()))
-        state = between(state) if between else state
+        yield Done(state, record, replies, kept)
+        state, kept = between((state, kept)) if between else (state, kept)
+
+
+def own_loop(model: nn.Module, method: Method, clients: Sequence[Any], rounds: int, **options: Any) -> Rounds:
+    """Train through door 2 in rounds of all clients, which must succeed; ``options`` are those of ``own_rounds``."""
+    found = Rounds()
+    for done in own_rounds(model, method, clients, [range(len(clients))] * rounds, **options):
+        assert done.record.aggregated, [client.refused for client in done.record.clients]
+        found.append(copy.deepcopy(done.state.shared.tensors()))
     return found
 
 
@@ -130,30 +172,37 @@ def own_app(
     clients: Sequence[Any],
     *,
     loop: Loop = train,
+    draw: Callable[[Any, int, int], Any] = drawn,
+    samples: Sequence[int] = (),
     fresh: Callable[[], nn.Module] | None = None,
     seen: Seen | None = None,
+    objective: Objective = PLAIN,
     mods: Sequence[Any] = (replayed,),
+    spies: Sequence[Any] = (),
     give: bool = True,
 ) -> ClientApp:
-    """Make a user's Flower app; its arguments are those of ``own_loop``. ``give``: give the batches to ``training``."""
-    app, make = ClientApp(), fresh or partial(copied, model)
-    answer(app, make, method, lambda context: clients[int(context.node_config["partition-id"])])
+    """Make a user's Flower app; its arguments are those of ``own_rounds``.
+
+    ``mods`` are those of training, ``spies`` those of the whole app. ``give``: give the batches to ``training``.
+    """
+    app, make = ClientApp(mods=list(spies)), fresh or partial(copied, model)
+    answer(app, make, method, lambda context: clients[client_of(context)])
 
     @app.train(mods=list(mods))
     def train(message: Message, context: Context) -> Message:
-        i = int(context.node_config["partition-id"])
-        with training(message, context, make(), method, clients[i] if give else None) as round:
-            loss = loop(round.local, drawn(clients[i], i, round.number))
+        i = client_of(context)
+        with training(message, context, make(), method, clients[i] if give else None, objective=objective) as round:
+            loss = loop(round.local, draw(clients[i], i, round.number))
         if seen:
             seen(i, round.number, round.model)
-        return round.message(samples_of(clients[i]), *([] if loss is None else [loss]))
+        return round.message(samples[i] if samples else samples_of(clients[i]), *([] if loss is None else [loss]))
 
     return app
 
 
 def flower(model: nn.Module, method: Method, clients: Sequence[Any], rounds: int, **options: Any) -> Rounds:
     """Train through door 3, a user's Flower app on the in-process grid; ``options`` are those of ``own_app``."""
-    strategy = OwnAppStrategy(model, method, rate=constant, calibrate=0, unit_scale=False, fraction_evaluate=0)
+    strategy = OwnAppStrategy(model, method, rate=constant, fraction_evaluate=0, **PLAIN_START)
     found, app = noted(strategy), own_app(model, method, clients, **options)
     strategy.start(InProcessGrid(app, len(clients), {}), num_rounds=rounds)
     return [{name: torch.from_numpy(array) for name, array in found[n].items()} for n in range(1, rounds + 1)]

@@ -8,21 +8,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from flwr.app import Context, Message
-from flwr.clientapp import ClientApp
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from fl_bn import Federation, SeededBatches, convert, flower, local_round, server_round, server_state
+from fl_bn import Federation, SeededBatches
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.aggregation import Defence
 from fl_bn.federation.optimizers import server_optimizer
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.methods import METHODS, StatisticsReport
+from fl_bn.flower import InProcessGrid, OwnAppStrategy
+from fl_bn.methods import METHODS
 from fl_bn.objectives import OBJECTIVES
+from tests.doors.doors import own_app, own_rounds
 from tests.equivalence.row import Row, union
-from tests.kept import Kept
+from tests.in_process import run
 
 Computed = tuple[list[list[int]], dict[str, Tensor]]
 """The clients of each round, and the tensors after the last one."""
@@ -49,11 +49,16 @@ def federation(row: Row, **options: Any) -> Computed:
     return cohorts, {**fed.model.state_dict(), **own}
 
 
-def train(row: Row, round: Any, client: int) -> None:
+def drawn(row: Row, batches: Any, client: int, round: int) -> Any:
+    """Return a client's batches of a round, after seeding what its network draws."""
+    torch.manual_seed(1000 * round + client)
+    return row.steps[client]
+
+
+def train(row: Row, round: Any, batches: Any) -> None:
     """Train in a loop of one's own."""
-    torch.manual_seed(1000 * round.instruction.round + client)
     optimizer = SGD(round.model.parameters(), round.instruction.learning_rate, **row.sgd)
-    for x, y in row.steps[client]:
+    for x, y in batches:
         optimizer.zero_grad()
         round.backward(lambda x=x, y=y: F.cross_entropy(round.model(x), y), x)
         optimizer.step()
@@ -61,44 +66,22 @@ def train(row: Row, round: Any, client: int) -> None:
 
 def own_loop(row: Row) -> Computed:
     """Compute with ``local_round`` and ``server_round``."""
-    net, kept, (method, objective, server, defence) = row.net(), dict[int, Any](), parts(row)
-    common: dict[str, Any] = {"clients": len(row.clients), "rate": lambda *_: row.rate, "objective": objective, "defence": defence}
-    state = server_state(net, method, row.rounds, optimizer=server, **common)
-    for cohort in row.schedule:
-        replies, asked = [], state.instruction()
-        for k in cohort:
-            mine, before = convert(net, method), [kept[k]] if k in kept else []
-            with local_round(mine, method, asked, *before, objective=objective) as round:
-                if method.reports(asked.phase) is StatisticsReport.PASS:
-                    round.measure(row.clients[k])
-                train(row, round, k)
-            reply, kept[k] = round.reply(1 if row.uniform else row.sizes[k], client=k)
-            replies.append(reply)
-        state, record = server_round(state, replies)
-        assert record.aggregated
-    return row.schedule, state.shared.tensors()
+    method, objective, server, defence = parts(row)
+    how: dict[str, Any] = {"loop": partial(train, row), "draw": partial(drawn, row), "samples": [1] * len(row.clients) * row.uniform}
+    how |= {"optimizer": server, "defence": defence, "objective": objective, "rate": lambda *_: row.rate}
+    for done in own_rounds(row.net(), method, row.clients, row.schedule, **how):
+        assert done.record.aggregated
+    return row.schedule, done.state.shared.tensors()
 
 
-def own_app(row: Row, carrier: str = "auto") -> Computed:
+def flower(row: Row, carrier: str = "auto") -> Computed:
     """Compute with a Flower app of one's own."""
-    app, (method, objective, server, defence) = ClientApp(), parts(row)
-
-    def mine(context: Context) -> int:
-        return int(context.node_config["partition-id"])
-
-    flower.answer(app, row.net, method, lambda context: row.clients[mine(context)])
-
-    @app.train(mods=[flower.replayed])
-    def trained(message: Message, context: Context) -> Message:
-        own = row.clients[mine(context)]
-        with flower.training(message, context, row.net(), method, own, objective=objective) as round:
-            train(row, round.local, mine(context))
-        return round.message(row.sizes[mine(context)])
-
+    method, objective, server, defence = parts(row)
+    how: dict[str, Any] = {"loop": partial(train, row), "draw": partial(drawn, row), "fresh": row.net, "objective": objective}
     options = {"optimizer": server, "defence": defence, "objective": objective, "exchange": ExchangeSettings(carrier)}
     calendar = {"rate": lambda *_: row.rate, "calibrate": row.calibrate, "unit_scale": False, "fraction_evaluate": 0}
-    strategy = flower.OwnAppStrategy(row.net(), method, **options, **calendar)
-    return row.schedule, arrays_of(strategy.start(flower.InProcessGrid(app, len(row.clients), {}), num_rounds=row.rounds))
+    grid = InProcessGrid(own_app(row.net(), method, row.clients, **how), len(row.clients), {})
+    return row.schedule, arrays_of(OwnAppStrategy(row.net(), method, **options, **calendar).start(grid, num_rounds=row.rounds))
 
 
 def arrays_of(result: Any) -> dict[str, Tensor]:
@@ -107,18 +90,13 @@ def arrays_of(result: Any) -> dict[str, Tensor]:
 
 def application(row: Row) -> Computed:
     """Compute with the client and the strategy of ``flwr run .``: a batch is all of a client's samples."""
-    net, count, (method, objective, server, defence) = row.net(), len(row.clients), parts(row)
+    method, objective, server, defence = parts(row)
     settings = LocalTraining(10**6, steps=row.epochs, objective=objective, **row.sgd, **row.local)
     own = [SeededBatches(*union([client]), batch_size=2).samples for client in row.clients]
-    sites = [flower.Site(i, count, data, data, torch.device("cpu"), None, (len(data),)) for i, data in enumerate(own)]
-    made = partial(flower.BatchNormClient, convert(net, method), method, settings)
-    app = flower.make_client_app(lambda context: made(sites[context.node_config["partition-id"]], context.state))
-    calendar = {"rate": lambda *_: row.rate, "calibrate": row.calibrate, "unit_scale": False, "wait": 0.0}
-    rounds = flower.Rounds(count, fraction=len(row.schedule[0]) / count, update=settings.update, auxiliary=settings.auxiliary, **calendar)
-    kept = Kept()
-    strategy = flower.BatchNormStrategy(net, method, rounds, optimizer=server, defence=defence, callbacks=[kept])
-    found = arrays_of(strategy.start(flower.InProcessGrid(app, count, {}), num_rounds=row.rounds))
-    return [[client.client for client in record.clients] for record in kept.records], found
+    policy = {"fraction": len(row.schedule[0]) / len(own), "auxiliary": settings.auxiliary, "calibrate": row.calibrate}
+    policy["rate"] = lambda *_: row.rate
+    ran = run(method, own, row.rounds, settings=settings, policy=policy, model=row.net(), optimizer=server, defence=defence)
+    return [[client.client for client in record.clients] for record in ran.records], arrays_of(ran.result)
 
 
 DOORS: dict[str, Callable[[Row], Computed]] = {
@@ -127,8 +105,8 @@ DOORS: dict[str, Callable[[Row], Computed]] = {
     "vectorised": partial(federation, engine="vectorised"),
     "channels last": lambda row: federation(replace(row, network=lambda: row.net().to(memory_format=torch.channels_last))),
     "own loop": own_loop,
-    "flower": own_app,
-    "replay": partial(own_app, carrier="replay"),
+    "flower": flower,
+    "replay": partial(flower, carrier="replay"),
     "application": application,
 }
 

@@ -40,7 +40,7 @@ def test_a_client_recovers_from_one_bad_round(what: str, bad: int, log: pytest.L
             with local_round(model, method, asked, *([kept[client]] if client in kept else []), objective=chosen) as round:
                 if method.measures_first:
                     round.measure(row.clients[client])
-                train(row, round, client)
+                train(row, round, row.steps[client])
             reply, kept[client] = round.reply(row.sizes[client], client=client)
             replies.append(reply)
             assert finite(reply.sections) != spoils

@@ -24,7 +24,7 @@ ROW = Row("replies", {}, {}, clients=make_clients(6, 6, 6, 6, 6))
 
 def reply_of(state: Server, client: int, method: Method) -> Reply:
     with local_round(convert(ROW.net(), method), method, state.instruction()) as round:
-        train(ROW, round, client)
+        train(ROW, round, ROW.steps[client])
     reply, _ = round.reply(ROW.sizes[client], 1.0, client=client)
     return reply
 

@@ -35,9 +35,9 @@ def test_no_server_optimizer_moves_a_frozen_scale(optimizer: str, what: str) -> 
     method, sent = methods.fixbn(freeze_after=2, freeze_what=what), list[Tensors]()
     made = server_optimizer(optimizer, **({} if optimizer == "fedacg" else {"learning_rate": 0.1}))
 
-    def note(state: Any) -> Any:
-        sent.append(state.instruction().sections["weights"])
-        return state
+    def note(saved: Any) -> Any:
+        sent.append(saved[0].instruction().sections["weights"])
+        return saved
 
     found = own_loop(net(), method, BATCHES, 4, loop=each(plain), optimizer=made, between=note)
     for one in [*found[2:], *(sent[1:] if what != "statistics" else [])]:

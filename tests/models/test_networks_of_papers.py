@@ -158,8 +158,8 @@ def test_deeplab_gives_scores_per_pixel(encoder: str) -> None:
 
 def test_every_method_converts_deeplab() -> None:
     pytest.importorskip("segmentation_models_pytorch")
+    model = build("deeplab", classes=4, channels=1, image_size=32, seed=0, maker=maker_of(f"{DEEPLAB}resnet18", "auto"))
     for name, make in METHODS.items():
-        model = build("deeplab", classes=4, channels=1, image_size=32, seed=0, maker=maker_of(f"{DEEPLAB}resnet18", "auto"))
         converted = convert(model, make())
         if name != "in":  # the pyramid's pooled branch has one value per image and channel
             assert converted.train()(torch.rand(2, 1, 32, 32)).isfinite().all()

@@ -39,6 +39,6 @@ WRONG |= {"the first two": of(layers=slice(2)), "the second": of(layers=slice(1,
 WRONG |= {"variances are averaged": of(rule=partial(merged, spread=0.0))}
 ROWS = [
     Row("fedlbn", of(), WRONG, network="resnet", doors=(*BOTH, "flower"), **FEDLBN),
-    Row("fedlbn: one batch", of(), WRONG, clients=make_clients(6, 14, 10), doors=("federation", "workers", "vectorised", "application"),
-        **FEDLBN),
+    Row("fedlbn: one batch", of(), WRONG, clients=make_clients(6, 14, 10), slow=("workers",),
+        doors=("federation", "vectorised", "application"), **FEDLBN),
 ]  # fmt: skip

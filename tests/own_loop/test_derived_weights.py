@@ -17,7 +17,7 @@ from fl_bn import Federation, convert, methods
 from fl_bn.bn.derived import recompute
 from fl_bn.methods import METHODS
 from tests.conformance.cases import every_method
-from tests.doors.doors import DOORS, RATE, own_loop, through, wide
+from tests.doors.doors import DOORS, RATE, own_rounds, through, wide
 from tests.doors.inner import Unconvertible, derivation, server_optimizer
 from tests.federation import random_samples
 from tests.listed import listed
@@ -96,10 +96,8 @@ def test_one_local_step_is_plain_pytorch_s_on_the_union(kind: str, door: str) ->
 
 
 def after_two_rounds(optimizer: str) -> Any:
-    states: list[Any] = []
-    options = {"between": lambda state: states.append(state) or state, "optimizer": server_optimizer(optimizer)}
-    own_loop(derived("old spectral norm"), FEDAVG, [[(X, Y)]] * 2, 3, **options)
-    return states[1]
+    rounds = own_rounds(derived("old spectral norm"), FEDAVG, [[(X, Y)]] * 2, [range(2)] * 3, optimizer=server_optimizer(optimizer))
+    return [done.state for done in rounds][1]
 
 
 def test_clients_that_start_ahead_get_the_singular_vectors_of_their_start() -> None:

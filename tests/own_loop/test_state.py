@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fl_bn import convert, local_round, methods, server_state
 from fl_bn.objectives import Scaffold
-from tests.doors.doors import apart, own_loop
+from tests.doors.doors import apart, own_loop, pickled
 from tests.doors.inner import SERVER_OPTIMIZERS
 from tests.listed import listed
 from tests.refusals import naming
@@ -31,23 +31,19 @@ def data(client: int, n: int = 12) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 1, 4, 4, generator=made, dtype=torch.float64) + client, torch.arange(n) % 2
 
 
-def pickled(state: Any) -> Any:
-    return pickle.loads(pickle.dumps(state))
-
-
 @listed("name", SERVER_OPTIMIZERS)
 def test_a_server_s_optimizer_goes_on_from_a_pickle_bit_for_bit(name: str) -> None:
     """As the state of every method does in tests/conformance."""
 
-    def forgetful(state: Any) -> Any:
-        state.optimizer = SERVER_OPTIMIZERS[name]()
-        return state
+    def forgetful(saved: Any) -> Any:
+        saved[0].optimizer = SERVER_OPTIMIZERS[name]()
+        return saved
 
     def ends(between: Callable[[Any], Any]) -> list[dict[str, Tensor]]:
         clients = [[data(0, 6)], [data(1, 4)]]
         return own_loop(net(), FEDAVG, clients, 3, between=between, optimizer=SERVER_OPTIMIZERS[name]())
 
-    want, found, forgotten = map(ends, (lambda state: state, pickled, forgetful))
+    want, found, forgotten = map(ends, (lambda saved: saved, pickled, forgetful))
     assert apart(found, want) == 0
     assert (apart(forgotten, want) > 0) is (name != "fedavg")  # control: FedAvg alone has no buffers
 
