@@ -226,6 +226,8 @@ def submit(
 
     if signed and (sign_only or key or run_config or own):
         raise refused(ValueError("--signed submits a run unchanged: give --run-config, --key and --app when you sign it (--sign-only)"))
+    if sign_only and sites:
+        raise refused(ValueError("--sites is not signed: give it with --signed, on the server's machine"))
     if sign_only:
         with _refusals():
             name = write_signed(_server(folder), run_config, sign_only, key, own)

@@ -197,7 +197,7 @@ class ServerPolicy(RunSpec):
         key="retry-timeout",
         run=120.0,
     )
-    checkpoint_every: int = option(0, "rounds between the server's checkpoints, from which resume goes on; 0: none", ">= 0")
+    checkpoint_every: int = option(0, "rounds between checkpoints, for resume; 0: none; fl-bn run and submit set 5 unless given", ">= 0")
     auxiliary: tuple[Auxiliary, ...] = ()
     objective: str = ""
     unseen: bool = option(

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fl_bn_site.submit import sign_only, submit_signed
-from fl_bn_site.submitters import VARIABLE
+from fl_bn_site.submitters import VARIABLE, read_signed
 from tests.deployment.inner import (
     FolderError,
     KitPlan,
@@ -50,6 +50,17 @@ def test_without_a_key_nothing_is_signed_nor_is_anything_else_submitted(kit: Pat
         with pytest.raises(FolderError):
             submit_signed(server, tmp_path / "run")
     assert CliRunner().invoke(app, ["submit", str(server.path), "--signed", "run", "--run-config", "rounds=1"]).exit_code == 2
+
+
+def test_a_copy_of_server_toml_is_enough_to_sign_also_a_resume_and_sites_are_not_signed(kit: Path, tmp_path: Path) -> None:
+    copy, key, file = tmp_path / "copy", kit / "submitters/submitter/submitter.key", tmp_path / "run"
+    copy.mkdir()
+    (copy / "server.toml").write_text((kit / "server/server.toml").read_text())
+    assert sign_only(ServerFolder.read(copy), "rounds=1 resume='trial'", file, key) == "trial"
+    config, _ = read_signed(file)
+    assert {name: config.get(name) for name in ("resume", "name", "rounds")} == {"resume": "trial", "name": None, "rounds": 1}
+    words = ["submit", str(copy), "--sign-only", str(file), "--sites", "a", "--key", str(key)]
+    assert CliRunner().invoke(app, words).exit_code == 2
 
 
 def test_a_kit_hands_out_public_keys_alone(tmp_path: Path) -> None:
