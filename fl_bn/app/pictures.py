@@ -14,7 +14,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from fl_bn.app.config import RunConfig
 from fl_bn.app.palette import MAP, SHADES, STYLE, colour, line
@@ -61,6 +61,14 @@ def whole_ticks(axes: Axes, most: int = 10) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(most, integer=True, steps=(1, 2, 5, 10)))
 
 
+def log_scale(axes: Axes, which: str) -> None:
+    """Make the axis ``which`` (x or y) logarithmic, with labels as 1e-02, since dollars of names begin no formula."""
+    axes.set(**{f"{which}scale": "log"})
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_formatter(LogFormatter())
+    axis.set_minor_formatter(LogFormatter())
+
+
 def course(config: RunConfig, records: Sequence[RoundRecord], task: Task = CLASSIFICATION) -> Picture:
     """Make the picture of a run's metric and training loss over its rounds, those of frozen statistics in grey.
 
@@ -82,7 +90,8 @@ def course(config: RunConfig, records: Sequence[RoundRecord], task: Task = CLASS
         for axes, (label, values), index in zip(every[1:], panels.items(), (4, 2, 6), strict=False):
             curve(axes, [*values], [*values.values()], color=colour(index), lw=1.2)
             axes.set_ylabel(label)
-            axes.set_yscale("log" if index != 4 and any(value > 0 for value in values.values()) else "linear")
+            if index != 4 and any(value > 0 for value in values.values()):
+                log_scale(axes, "y")
         if frozen:
             every[0].set_title("grey: statistics frozen", loc="right", fontsize=8)
         for axes in every if frozen else ():

@@ -10,6 +10,7 @@ from typing import Any
 
 from fl_bn.app.disclosure_report import COLUMNS, DisclosureTotals, disclosure_csv, disclosure_table
 from fl_bn.app.history import client_rows, record_of, round_columns, round_line, round_row
+from fl_bn.app.pictures import course
 from fl_bn.app.summary import summary
 from fl_bn.federation.gradients import PATH
 from fl_bn.federation.record import named_series
@@ -80,6 +81,18 @@ OF_SITES = {"dataset": "sites", "classes": 2, "channels": 1, "image_size": 8}
 )
 def test_the_summary_counts_by_hand_and_says_how_the_run_was_made(values: dict[str, Any], said: str) -> None:
     assert said in summary(config({"rounds": 3, **values}), records())
+
+
+def test_the_course_of_a_run_has_a_panel_per_measurement_and_numbers_at_its_ticks() -> None:
+    first, failed, last = records()
+    figure = course(config({"rounds": 3}), [first, failed, replace(last, drift=Drift(0.02, "norm", 0.001, 1.0))]).figure
+    figure.canvas.draw()
+    labels = [[label.get_text() for label in axes.get_yticklabels()] for axes in figure.axes]
+    assert [axes.get_ylabel().split()[0] for axes in figure.axes] == ["test", "training", "largest", "smallest"]
+    bands = [(len(axes.collections), len(axes.patches)) for axes in figure.axes]
+    assert bands == [(1, 1), (0, 1), (0, 1), (0, 1)]  # of clients, of frozen rounds
+    assert all(label.startswith("1e") for label in labels[3])
+    assert "$" not in str(labels)
 
 
 # disclosure.csv, and its table in the summary

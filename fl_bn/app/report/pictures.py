@@ -17,7 +17,7 @@ from matplotlib.ticker import EngFormatter, NullFormatter, NullLocator
 
 from fl_bn.app.config import ConfigError
 from fl_bn.app.palette import line
-from fl_bn.app.pictures import Picture, curve, whole_ticks
+from fl_bn.app.pictures import Picture, curve, log_scale, whole_ticks
 from fl_bn.app.report.cells import scale
 from fl_bn.app.report.layout import Layout, is_number
 from fl_bn.app.report.settings import check_axis
@@ -145,7 +145,7 @@ def _horizontal(x: str, ways: Sequence[Array], axes: Axes) -> None:
     ends = [float(way[-1]) for way in ways]
     far = min(ends) > 0 and max(ends) / min(ends) >= 10 and min(float(way[0]) for way in ways) > 0
     if x != "round" and far:
-        axes.set_xscale("log")
+        log_scale(axes, "x")
         axes.xaxis.set_minor_formatter(NullFormatter())
     elif x != "bytes":
         whole_ticks(axes, 6)
@@ -157,7 +157,7 @@ def _horizontal(x: str, ways: Sequence[Array], axes: Axes) -> None:
 def _ticks(label: str, values: Sequence[float], axes: Axes) -> None:
     """Put the ticks at ``values``, unless there are many; logarithmic from a factor of 20 on."""
     if values[0] > 0 and values[-1] / values[0] >= 20:
-        axes.set_xscale("log")
+        log_scale(axes, "x")
         axes.xaxis.set_minor_locator(NullLocator())
     if len(values) <= 9:
         axes.set_xticks(values, [f"{value:g}" for value in values], rotation=0 if len(values) < 6 else 45)
