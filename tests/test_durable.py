@@ -16,11 +16,13 @@ from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from fl_bn.app import adapt, history
+from fl_bn.app import adapt
 from fl_bn.app.config import RunConfig
+from fl_bn.app.history import PASSES, History
 from fl_bn.app.sweep import run as sweeps
 from fl_bn.app.sweep.file import Sweep
 from fl_bn.cli.main import app as command
+from fl_bn.federation.recalibration import Movement, Pass
 from fl_bn.support.durable import STALE, UNFINISHED, Damaged, append, in_order, load_tensors, save_tensors, write
 from tests.listed import listed
 from tests.refusals import naming
@@ -57,7 +59,6 @@ def test_a_disk_that_is_full_half_way_leaves_what_was_there(tmp_path: Path) -> N
 
 CLIENT = SimpleNamespace(test=SimpleNamespace(y=torch.zeros(2, dtype=torch.long)))
 WRITERS: dict[str, Callable[[Path], object]] = {
-    "recalibration.csv": lambda path: history.write_passes([], path),
     "adaptation.csv": lambda path: adapt.write([], CLIENT, RunConfig(), path.parent),  # type: ignore[arg-type]
     "sweep.toml": lambda path: sweeps.run(Sweep("a title", {"rounds": 2}, {}), sweeps.Plan([], [], {}), path.parent, 1, print),
     "privacy.jsonl": lambda path: append(path, OLD),
@@ -70,6 +71,17 @@ def test_a_writer_of_results_names_the_file_that_does_not_fit_and_leaves_what_wa
     with room_for(len(OLD) + 10 if file == "privacy.jsonl" else 10), pytest.raises(OSError, match=file):
         WRITERS[file](path)
     assert (names(tmp_path), path.read_bytes()) == ([file], OLD)
+
+
+def test_what_a_full_disk_has_no_room_for_waits(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.begin()
+    history.add_passes([Pass(1, (Movement("bn", 0.5, 2.0),), 3, True)])
+    with room_for(10), pytest.raises(OSError, match=PASSES):
+        history.lengths()
+    assert (tmp_path / PASSES).read_bytes() == b""
+    history.lengths()
+    assert (tmp_path / PASSES).read_text().splitlines() == ["pass,clients,layer,mean-moved,variance-factor", "1,3,bn,0.5,2.0"]
 
 
 def test_a_command_says_in_one_sentence_that_the_disk_is_full(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from fl_bn.federation.recalibration import Pass
 from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord, named_series, series
 from fl_bn.flower.compat import LOGGER
 from fl_bn.options import Value
-from fl_bn.support import durable
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.durable import Damaged, as_csv
 from fl_bn.support.wire import reason
@@ -28,7 +27,7 @@ AFTER = (
     "test-loss", "min-var", "drift", "drift-layer", "seconds", "exchanges", "carrier", "waited",
     *(f"bytes-{way}-{section}" for way in ("down", "up") for section in SECTIONS),
 )  # fmt: skip
-LINES = "rounds.jsonl"
+LINES, PASSES = "rounds.jsonl", "recalibration.csv"
 ANEW = "put this file back from a copy, or start the run anew"
 PASS_COLUMNS = ("pass", "clients", "layer", "mean-moved", "variance-factor")  # moved: in standard deviations; factor: new / old
 DIAGNOSTIC_COLUMNS = ("round", "layer", "client", "quantity", "value")
@@ -201,12 +200,6 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], bool]:
     return rows, False
 
 
-def write_passes(passes: Sequence[Pass], path: Path) -> None:
-    """Write ``recalibration.csv``: one line per statistics-only pass and layer."""
-    rows = ((one.number, one.clients, *movement) for one in passes for movement in one.movements)
-    durable.write(path, as_csv([PASS_COLUMNS, *rows]).encode(), mode=0o666)
-
-
 class History:
     """Append every round of a run to its files, ``diagnostics.csv`` only if wanted.
 
@@ -230,6 +223,11 @@ class History:
     def begin(self) -> None:
         """Write the names of the columns to the empty files."""
         self._write()
+
+    def add_passes(self, passes: Sequence[Pass]) -> None:
+        """Write ``recalibration.csv``, once, with the next round: one line per statistics-only pass and layer."""
+        rows = ((one.number, one.clients, *movement) for one in passes for movement in one.movements)
+        self._waiting.setdefault(PASSES, as_csv([PASS_COLUMNS, *rows]))
 
     def add(self, record: RoundRecord, diagnostics: Sequence[Row] = ()) -> None:
         """Append a round to all files. If that fails, warn and keep it for the next call."""

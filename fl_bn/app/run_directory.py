@@ -24,7 +24,7 @@ from fl_bn.app.config import ConfigError, RunConfig
 from fl_bn.app.console import LogFile
 from fl_bn.app.disclosure_report import FILE as DISCLOSURE
 from fl_bn.app.disclosure_report import DisclosureTotals, disclosure_csv, disclosure_table
-from fl_bn.app.history import History, write_passes
+from fl_bn.app.history import History
 from fl_bn.app.summary import summary
 from fl_bn.app.testing import note_domains
 from fl_bn.bn.derived import plain_names
@@ -151,7 +151,7 @@ class RunDirectory(Callback):
         """Append a round to rounds.csv and the other files with lines per round."""
         self._keep(record)
         if len(self.records) == 1:  # passes are made before round 1, and a resumed run makes none
-            self._write_passes()
+            self._add_passes()
         if self._history is not None:
             measured = []
             if self._diagnostics is not None and self.transport is not None:
@@ -208,7 +208,7 @@ class RunDirectory(Callback):
             self._save_model(path, transport)
         kinds = self._disclosed.kinds(counts)
         durable.write(path / DISCLOSURE, disclosure_csv(kinds, config.called).encode(), mode=0o666)
-        self._write_passes()
+        self._add_passes()
         accountant = transport.secure.accountant if transport and transport.secure else None
         text = summary(
             config,
@@ -253,9 +253,9 @@ class RunDirectory(Callback):
         advice = f"Go on from round {last}: fl-bn resume {run}" if last else "It cannot go on: it has no checkpoint (checkpoint-every)"
         LOGGER.info("%s after round %s of %s. %s", what, len(self.records), self.config.rounds, advice)
 
-    def _write_passes(self) -> None:
-        if self.path is not None and self.transport is not None and (passes := self.transport.statistics.outcomes):
-            write_passes(passes, self.path / "recalibration.csv")
+    def _add_passes(self) -> None:
+        if self._history is not None and self.transport is not None and (passes := self.transport.statistics.outcomes):
+            self._history.add_passes(passes)
 
     def _save_model(self, path: Path, transport: GridTransport) -> None:
         """Save the shared model as it was evaluated last, without the tensors that stay at the clients.
