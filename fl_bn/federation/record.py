@@ -233,7 +233,8 @@ def watch(record: RoundRecord, first_loss: float = math.nan, last: bool = False,
     known = record.round == 1 or not math.isnan(first_loss)  # a loss that nobody tells is said once
     diverged = not math.isfinite(record.loss) and known or record.loss > RUNAWAY_LOSS * max(first_loss, 1.0)
     if record.aggregated and diverged and "masked" not in record.bytes_up:  # with masks nothing is known of a client that diverges
-        untold = "no client told it ('loss' in fit's metrics, round.reply(samples, loss)), or " if math.isnan(record.loss) else ""
+        without = next((f"client {client.client} told none" for client in record.accepted if math.isnan(client.loss)), "")
+        untold = without and f"{without} ('loss' in fit's metrics, round.reply(samples, loss)), or "
         ends = "the run ends with a model that diverged: do not use it. " if last and not untold else ""
         before = f", and was {first_loss:.4g} in the first round" if math.isfinite(record.loss) else ""
         whose = f" ({far})" if far else ""

@@ -76,13 +76,13 @@ def _pairs(model: nn.Module) -> dict[str, str]:
         source = _source(node, modules)
         if source is None or calls[source] > 1:
             continue
-        layer = modules[source]
+        layer, norm = modules[source], modules[str(node.target)]
         own = list(layer.parameters())
         read = used.intersection(f"{source}.{name}" for name, _ in layer.named_parameters())
-        changed = any(_changed(one) for one in (layer, modules[str(node.target)]))
+        # hooks or an own forward may change what a layer computes
+        changed = any(one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in (layer, norm))
         if type(layer) not in PRODUCERS or read or changed or derivation(layer):
             continue
-        norm = modules[str(node.target)]
         if layer.weight.shape[0] != norm.num_features:
             continue  # the layer's outputs are on another axis than BatchNorm's channels, such as tokens
         if isinstance(layer, nn.Linear) and not (takes(norm, 0) and _source(node, modules, ELEMENTWISE) == source):
@@ -128,11 +128,6 @@ def rescaled(
         divided = {"running_mean": statistics[norm].mean / deviation, "running_var": statistics[norm].var / deviation.square()}
         new |= {f"{norm}.{name}": value.to(state[f"{norm}.{name}"].dtype) for name, value in divided.items()}
     return new
-
-
-def _changed(layer: nn.Module) -> bool:
-    """Return whether hooks or an own ``forward`` may change what ``layer`` computes."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 
 
 class _Tracer(fx.Tracer):

@@ -11,7 +11,8 @@ import math
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
 
@@ -198,11 +199,17 @@ def update(objects: Mapping[str, MetricObject], output: Any, targets: Any) -> No
     cpu = torch.device("cpu")
     output, targets = to_device(output, cpu), to_device(targets, cpu)
     for name, metric in objects.items():
-        try:
+        with _named(name, metric):
             metric.update(output, targets)
-        except Exception as error:
-            error.add_note(f"in metric {name!r}, a {type(metric).__name__}")
-            raise
+
+
+@contextmanager
+def _named(name: str, metric: MetricObject) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in metric {name!r}, a {type(metric).__name__}")
+        raise
 
 
 def compute(objects: Mapping[str, MetricObject]) -> dict[str, float]:
@@ -224,7 +231,7 @@ def compute(objects: Mapping[str, MetricObject]) -> dict[str, float]:
 
 def _computed(name: str, metric: MetricObject) -> Any:
     """Return the metric's value; NaN if it warns that it is undefined (``UNDEFINED``)."""
-    with _WATCHING, warnings.catch_warnings(record=True) as caught:
+    with _WATCHING, warnings.catch_warnings(record=True) as caught, _named(name, metric):
         warnings.simplefilter("always")
         value = metric.compute()
     undefined = [str(warning.message) for warning in caught if UNDEFINED.match(str(warning.message))]

@@ -161,7 +161,7 @@ def test_control_its_like_is_taken() -> None:
 def test_an_error_of_a_client_names_it_and_its_round(workers: int) -> None:
     with pytest.raises(RuntimeError) as caught:
         run(clients=[batches(), Wrong()], workers=workers)
-    assert caught.value.__notes__[0] == "at client 1, in round 1"
+    assert caught.value.__notes__[0] == "at client 1, in round 1. Its loader: Wrong"
     assert len(caught.value.__notes__) == workers  # the trace in the other process
 
 

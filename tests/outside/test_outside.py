@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 
 from fl_bn import Federation, methods, per_client
 from fl_bn.app.config import ConfigError, RunConfig
+from fl_bn.app.sweep.file import read
 from fl_bn.cli.main import app as command
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.federation.aggregation import Defence
@@ -189,6 +190,13 @@ def test_n_the_draft_of_columns_escapes_it_and_is_read_as_it_was(tmp_path: Path)
     assert not any(character in text for character in INVISIBLE)
     drafted = tomllib.loads(text)
     assert [*drafted["numeric"], *drafted["categorical"]] == ["a\u202eb", "c\u3164"]
+
+
+def test_n_a_sweep_file_has_no_such_text(tmp_path: Path) -> None:
+    for text in ('title = "a\u2066b"', '[axes.m]\n"a\u200bb" = { rounds = 1 }'):
+        (tmp_path / "s.toml").write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"s.toml: texts must have no invisible characters, but one has .u20"):
+            read(tmp_path / "s.toml")
 
 
 def fed(targets: Any, samples: int = 6) -> None:

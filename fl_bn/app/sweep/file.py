@@ -38,6 +38,7 @@ combination to leave out.
 from __future__ import annotations
 
 import itertools
+import json
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ from fl_bn.app.report.layout import DOMAIN
 from fl_bn.app.report.settings import SEED, check_axis, check_names, parse_settings, table_of
 from fl_bn.app.sweep.cells import Cell, trained_as
 from fl_bn.app.usage import Usage
-from fl_bn.support.names import unknown
+from fl_bn.support.names import escaped, unknown, visible
 from fl_bn.task import TASKS
 
 TABLES = ("title", "run", "axes", "where", "skip", "report", "paper", "notes", "experiment", "variants")
@@ -189,6 +190,8 @@ def read(path: Path, variant: str = "", data: str = "data", overrides: Mapping[s
         raise ConfigError(f"the sweep file {path} does not exist") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a TOML file: {error}") from error
+    if strange := next((c for c in json.dumps(tables, ensure_ascii=False, default=str) if not visible(c)), ""):
+        raise ConfigError(f"{path}: texts must have no invisible characters, but one has {escaped(strange)}")
     try:
         return parse(tables, path.stem, variant, data, overrides or {})
     except ConfigError as error:

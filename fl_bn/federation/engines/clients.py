@@ -21,7 +21,7 @@ from fl_bn.exchange.local import LocalExchange
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import Outcome, Result, client_round
 from fl_bn.federation.engines.workers import Workers
-from fl_bn.federation.loaders import Loader, SeededBatches
+from fl_bn.federation.loaders import Loader, SeededBatches, described
 from fl_bn.federation.local import generators
 from fl_bn.federation.network import Network
 from fl_bn.federation.settings import LocalTraining
@@ -109,7 +109,7 @@ class Clients:
                 return client_round(lent, self.method, own, kept, loop, self.own[client].settings, connect)
         except Exception as error:
             doing = f"in round {instruction.round}" if instruction.trains else "which measured its statistics"
-            error.add_note(f"at client {client}, {doing}")
+            error.add_note(f"at client {client}, {doing}. Its loader: {described(self.own[client].loader)}")
             raise
 
 
