@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -51,6 +51,13 @@ def test_adamw_with_a_scheduler(batches: list) -> None:
     assert last.evaluation["loss"] < first.evaluation["loss"]
     rates = [min(0.01 * (1 - n / 6), 0.001 if n >= 3 else 1) for n in range(6)]  # FixBN is frozen then
     assert [record.learning_rate for record in fed.history] == pytest.approx(rates)
+
+
+def test_dropout_draws_other_numbers_in_each_round_and_at_each_client() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), *net())
+    fed = Federation(model, methods.fedavg(), [[CLIENTS[0]]] * 2, optimizer=partial(SGD, lr=0.0))
+    losses = [client.loss for record in fed.run(2) for client in record.clients]
+    assert len(set(losses)) == 4
 
 
 class Ends(Callback):

@@ -93,6 +93,17 @@ def test_batches_of_one_image_have_a_variance_over_its_pixels(method: str, log: 
     assert "client 0 left out batches of one sample (3)" in log.text
 
 
+def test_a_client_without_a_batch_sits_out_and_keeps_its_layers() -> None:
+    leaves, kept = batches(4, seed=1), []
+    fed = Federation(linear(), METHODS["fedbn"](), [batches(5, 4), leaves], optimizer=sgd, calibrate=0)
+    for record in fed.run(ROUNDS):
+        kept.append(fed.client_model(1).state_dict()["2.running_mean"])
+        assert [client.client for client in record.accepted] == [0, 1][: 3 - record.round]
+        leaves.clear()
+    assert torch.equal(*kept)
+    assert kept[0].any()  # control: it has trained
+
+
 @pytest.mark.parametrize("door", DOORS)
 def test_a_client_of_one_sample_trains_without_batch_statistics_in_every_door(door: str) -> None:
     chosen, clients = methods.fbn(), [samples(1, 1), samples(9, 9)]

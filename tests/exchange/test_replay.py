@@ -28,7 +28,9 @@ def same(a: Answer, b: Answer) -> bool:
 def test_an_answer_to_something_else_is_refused() -> None:
     own = torch.zeros(2, dtype=torch.float64)
     good = Answer(torch.ones(2, dtype=torch.float64), 1, 1)
-    for key, answer in ((KEYS[1], good), (KEYS[0], Answer(torch.zeros(3, dtype=torch.float64), 1, 1)), (KEYS[0], Answer(own, 0, 1))):
+    others = [KEYS[1], KEYS[0]._replace(quantity=Quantity.STATISTICS), KEYS[0]._replace(call=1)]
+    misfits = [(KEYS[0], Answer(torch.zeros(3, dtype=torch.float64), 1, 1)), (KEYS[0], Answer(own, 0, 1))]
+    for key, answer in (*((other, good) for other in others), *misfits):
         with pytest.raises(ExchangeFailed):
             ReplayExchange([(key, answer)], 4)(KEYS[0], own, 1)
     assert ReplayExchange([(KEYS[0], good)], 4)(KEYS[0], own, 1) is good  # control

@@ -59,6 +59,12 @@ def sites(tmp_path: Path) -> list[dict[str, str]]:
     return [own(site_npz(tmp_path, number)) for number in range(3)]
 
 
+def test_a_site_holds_out_validation_samples_of_its_own(sites: list[dict[str, str]], tmp_path: Path) -> None:
+    values = small_run(tmp_path / "runs", method="gn", **SITES)
+    train, test, counts = client_samples(config(values, validation_share=0.2), 0, OwnData("npz", sites[0]["data-path"]))
+    assert (len(train), len(test), sum(counts)) == (16, 4, 16)
+
+
 @every_method
 def test_sites_train_and_evaluate_on_their_own_data(method_name: str, sites: list[dict[str, str]], tmp_path: Path) -> None:
     method = METHODS[method_name]()

@@ -32,9 +32,12 @@ def test_training_metrics_reach_the_result_weighted_and_per_client() -> None:
 
 def test_they_are_weighted_by_the_samples_or_by_the_user_s_key() -> None:
     def metrics(loss: float, client: int) -> dict[str, Any]:
-        return {"height": float(client), "mass": [0.0, 1.0, 3.0][client], "num-examples": [30, 10, 40][client]}
+        seldom = {"depth": float(client)} if client else {}
+        return {"height": float(client), "mass": [0.0, 1.0, 3.0][client], "num-examples": [30, 10, 40][client], **seldom}
 
-    assert trained(metrics=metrics).train_metrics_clientapp[1]["height"] == pytest.approx((10 + 2 * 40) / 80)
+    means = trained(metrics=metrics).train_metrics_clientapp[1]
+    assert means["height"] == pytest.approx((10 + 2 * 40) / 80)
+    assert means["depth"] == pytest.approx((10 + 2 * 40) / 50)  # over those that send it
     strategy = FedAvgBN(net(), fraction_evaluate=0, weighted_by_key="mass")
     by_mass = ran(strategy, own_app("fedavg", metrics=metrics)).train_metrics_clientapp[1]
     assert by_mass["height"] == pytest.approx((1 * 1 + 2 * 3) / 4)

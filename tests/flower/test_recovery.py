@@ -70,6 +70,15 @@ def test_what_a_users_own_code_draws_goes_on_as_it_was(clients: list[Samples]) -
         set_generators(before)
 
 
+def test_after_a_resume_clients_are_told_which_of_their_replies_counted_last(clients: list[Samples]) -> None:
+    grid = WatchedGrid(client_app(FBN, clients), 3)
+    checkpoint = ran(grid, FBN, 1)[2]
+    grid.sent.clear()
+    ran(grid, FBN, 1, checkpoint)
+    first = [m for m in grid.sent if (m.metadata.message_type, m.metadata.group_id) == ("train", "4")]
+    assert [m.content.config_records["fl-bn/config"]["counted"] for m in first] == [3] * 3
+
+
 @pytest.mark.parametrize(("kept", "lost"), [("memory", "all"), ("files", "all"), ("files", "the last")])
 def test_a_client_that_lost_what_it_kept_is_named(
     kept: str, lost: str, clients: list[Samples], tmp_path: Path, log: pytest.LogCaptureFixture

@@ -177,3 +177,5 @@ def test_clips_of_update_and_statistics_are_two(clients: list[Samples]) -> None:
     frozen = moved(replace(still, clip=1e3, statistics_clip=1e-3))
     assert frozen[1] < 1e-2 < loose[1]
     assert frozen[0] == pytest.approx(loose[0], rel=1e-2)
+    noisy = moved(replace(still, clip=1e3, statistics_clip=1e-3, noise=1e-3))  # of each, in proportion to its own clip
+    assert noisy[1] < 1e-2 < noisy[0]
