@@ -23,6 +23,7 @@ from flwr.supercore.cli.flower_superexec import _parse_args as _parse_args_super
 from flwr.supercore.grpc_health import run_health_server_grpc_no_tls
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
+from fl_bn.support.flower_config import SERVER
 from fl_bn_site.gate import options
 from tests.deployment.docker_federation import ROOT, SITES
 from tests.deployment.inner import app
@@ -95,6 +96,7 @@ def test_tls_and_authentication_are_on() -> None:
     assert all((superlink.ssl_certfile, superlink.ssl_keyfile, superlink.ssl_ca_certfile))
     assert all(path.startswith("/state/") for path in (superlink.database, superlink.storage_dir))
     assert read()["services"]["kit"]["environment"]["SITES"] == ",".join(SITES)
+    assert read()["services"]["serverapp"]["environment"][SERVER] == "/kit/server"  # whose exchange has TLS
     for place in range(3):
         node = parsed(argv(read()["services"][f"supernode-{place + 1}"]))
         assert (node.insecure, node.isolation) == (False, "process")

@@ -30,7 +30,8 @@ def federation() -> Iterator[DockerFederation]:
 @pytest.mark.parametrize("method", ["hbn", "fedtan"])
 def test_the_model_is_that_of_one_process(federation: DockerFederation, method: str, tmp_path: Path) -> None:
     config = f"method='{method}' {QUICK}"
-    assert "finished:completed" in federation.run(f"{config} name='{method}'")
+    out = federation.run(f"{config} name='{method}'")
+    assert ("exchange: listening on 0.0.0.0:9095 (TLS)" in out, "finished:completed" in out) == (True, True), out
     apart = federation.fetch(tmp_path) / method / "model.safetensors"
     values = {**parse_overrides(config), "clients": 3}
     assert differing(apart, in_process(values, tmp_path / "one") / "model.safetensors") == []
@@ -88,8 +89,8 @@ def test_nobody_sees_another_s_key(federation: DockerFederation) -> None:
 
 def test_starting_again_changes_nothing(federation: DockerFederation) -> None:
     before = federation.inside("superlink", "sha256sum", "/kit/server/ca.crt", "/kit/server/server.key")
-    for files in (("docker-compose.yml",), ("docker-compose.yml", "docker-compose.gpu.yml")):
-        command("docker-compose", *(word for file in files for word in ("-f", file)), "config", "--quiet")
+    for other in ("docker-compose.yml", "docker-compose.gpu.yml", "docker-compose.newest.yml"):
+        command("docker-compose", "-f", "docker-compose.yml", "-f", other, "config", "--quiet")
     federation.up()
     assert "the kit is there already" in federation.logs("kit")
     assert "was registered already" in federation.logs("register")
