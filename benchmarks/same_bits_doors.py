@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -30,6 +31,7 @@ from fl_bn.methods import METHODS, StatisticsReport
 from fl_bn.objectives import OBJECTIVES
 
 ROUNDS, CLIENTS = 3, 3
+PAPERS = {"setup": "experiments.papers:Papers"} if find_spec("experiments.papers") else {}  # older versions have these keys without it
 OF_CLIENT = ("client", "samples", "steps", "loss", "distance")
 OF_DRIFT = ("largest", "layer", "min_var", "growth")
 OF_ROUND = ("round", "phase", "learning_rate", "aggregated", "loss", "evaluation", "client_evaluation", "own_metrics")
@@ -296,7 +298,7 @@ def application(method: str, *, rate: float, device: str = "cpu", stops: bool = 
     """Run the application in this process. ``stops``: it is stopped in round 2, and goes on from its checkpoint."""
     given = {
         "method": method, "rounds": ROUNDS, "clients": CLIENTS, "evaluate-every": 2, "local-steps": 2, "learning-rate": rate,
-        "setup": "experiments.papers:Papers",
+        **PAPERS,
         "samples-share": 0.4, "model": "simple-cnn" if method == "in" else "digits-cnn-small", "device": device, "pictures": False,
         **{name.replace("_", "-"): value for name, value in options.items()},
     }  # fmt: skip
