@@ -188,7 +188,7 @@ class Control:
             self.stop(run)
             raise ControlError(f"Flower here packs the run as {answer['fab-hash']}, and {code[:8]} was signed: sign it with this version")
         self.server.state.mkdir(parents=True, exist_ok=True, mode=0o700)
-        append(self.server.submitted_file, json.dumps({"run": int(run), "code": code, "config": dict(run_config)}).encode())
+        append(self.server.submitted_file, json.dumps({"run": int(run), "code": code, "config": dict(run_config)}).encode() + b"\n")
         return run
 
     def stop(self, run: str) -> None:

@@ -185,7 +185,6 @@ NOT_DURABLE = {
     "fl_bn/federation/engines/clients.py": "a temporary folder",
     "fl_bn/flower/deployment.py": "the rounds that status shows: it warns, and goes on",
     "fl_bn/app/console.py": "the log: lines are lost",
-    "fl_bn/app/history.py": "appends whole lines, and what does not fit waits",
     "fl_bn/support/durable.py": "this is it",
 }
 

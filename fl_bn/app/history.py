@@ -17,7 +17,7 @@ from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord, named
 from fl_bn.flower.compat import LOGGER
 from fl_bn.options import Value
 from fl_bn.support.client_names import UNNAMED, ClientNames
-from fl_bn.support.durable import Damaged, as_csv
+from fl_bn.support.durable import Damaged, append, as_csv
 from fl_bn.support.wire import reason
 from fl_bn.task import CLASS, CLASSIFICATION, Task
 
@@ -280,16 +280,9 @@ class History:
     def _write(self, sync: bool = True) -> None:
         """Append what waits for each file. If that fails, the file is as before, and the text waits on."""
         for file, text in self._waiting.items():
-            if not text and not sync:
-                continue
-            with (self.folder / file).open("ab", buffering=0) as target:
-                length, data = target.tell(), text.encode()
-                if (written := target.write(data)) < len(data):
-                    target.truncate(length)
-                    raise OSError(f"only {written} of {len(data)} bytes fit into {target.name}: the disk is full")
+            if text or sync:
+                append(self.folder / file, text.encode(), sync)
                 self._waiting[file] = ""
-                if sync:
-                    os.fsync(target.fileno())
 
 
 def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, Value | None]]) -> str:

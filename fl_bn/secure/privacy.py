@@ -120,7 +120,7 @@ class Journal:
 
     def add(self, releases: int) -> None:
         """Add a line that survives a crash, or raise ``OSError``."""
-        append(self.path, json.dumps({"releases": releases}).encode())
+        append(self.path, json.dumps({"releases": releases}).encode() + b"\n")
 
     def total(self) -> int:
         """Return the sum of releases. A line that a crash cut short counts as ``MOST``."""

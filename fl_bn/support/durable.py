@@ -67,22 +67,23 @@ def write(path: Path, data: bytes, mode: int = 0o600) -> None:
     sync_folder(path.parent)
 
 
-def append(path: Path, line: bytes) -> None:
-    """Add ``line``, without its newline, to a file durably, so that no later crash removes it.
+def append(path: Path, lines: bytes, sync: bool = True) -> None:
+    """Add whole ``lines`` to a file; with ``sync`` durably, so that no later crash removes any.
 
     Half a line, which an earlier crash left at the end, stays as a line of its own.
-    If the line cannot be written (``OSError``), the file is as before.
+    If not all can be written (``OSError``), the file is as before.
     """
     _make(path.parent)
     fresh = not path.exists()
     with path.open("ab+", buffering=0) as file:
-        if (length := file.tell()) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
-            line = b"\n" + line
-        if file.write(line + b"\n") <= len(line):
+        if (length := file.tell()) and lines and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+            lines = b"\n" + lines
+        if (written := file.write(lines)) < len(lines):
             file.truncate(length)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        os.fsync(file.fileno())
-    if fresh:
+            raise OSError(errno.ENOSPC, f"only {written} of {len(lines)} bytes fit", str(path))
+        if sync:
+            os.fsync(file.fileno())
+    if fresh and sync:
         sync_folder(path.parent)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 import unicodedata
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 LONG = 200  # most characters of a value in an error
 BLANK = re.compile("[\\u034f\\u115f\\u1160\\u17b4\\u17b5\\u180b-\\u180f\\u2800\\u3164\\ufe00-\\ufe0f\\uffa0\\U000e0100-\\U000e01ef]")
@@ -20,6 +21,16 @@ def visible(text: str) -> bool:
 def escaped(text: str) -> str:
     r"""Return ``text`` with invisible characters, but line breaks, as ``\u202e``, as in Python and TOML."""
     return "".join(c if c == "\n" or visible(c) else f"\\u{ord(c):04x}" if ord(c) < 0x10000 else f"\\U{ord(c):08x}" for c in text)
+
+
+@contextmanager
+def noted(place: Callable[..., str], *about: object) -> Iterator[None]:
+    """Add to every error of the user's code a note that says where it was raised."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(place(*about))
+        raise
 
 
 def short(value: object) -> str:

@@ -11,8 +11,7 @@ import math
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fl_bn.bn.moments import ordinary
+from fl_bn.support.names import noted
 from fl_bn.task.targets import changed, to_device
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*-?")
 LOWER = re.compile(r"loss|error|perplexity|nll|brier|distance|(?<![a-z])(r?mse|mae)(?![a-z])", re.IGNORECASE)
 """Matches metrics of which lower values are better."""
 Own = TypeVar("Own", bound="Task")
+PLACE = "in metric {!r}, a {}".format
 LOGGER = logging.getLogger("flwr")
 UNDEFINED = re.compile(r".*(undefined|ill-defined|not defined|meaningless|Returns 0|No positive|0/0)", re.DOTALL)
 """Matches warnings that data do not define a metric, with which torchmetrics and scikit-learn return a placeholder."""
@@ -199,17 +200,8 @@ def update(objects: Mapping[str, MetricObject], output: Any, targets: Any) -> No
     cpu = torch.device("cpu")
     output, targets = to_device(output, cpu), to_device(targets, cpu)
     for name, metric in objects.items():
-        with _named(name, metric):
+        with noted(PLACE, name, type(metric).__name__):
             metric.update(output, targets)
-
-
-@contextmanager
-def _named(name: str, metric: MetricObject) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"in metric {name!r}, a {type(metric).__name__}")
-        raise
 
 
 def compute(objects: Mapping[str, MetricObject]) -> dict[str, float]:
@@ -231,7 +223,7 @@ def compute(objects: Mapping[str, MetricObject]) -> dict[str, float]:
 
 def _computed(name: str, metric: MetricObject) -> Any:
     """Return the metric's value; NaN if it warns that it is undefined (``UNDEFINED``)."""
-    with _WATCHING, warnings.catch_warnings(record=True) as caught, _named(name, metric):
+    with _WATCHING, warnings.catch_warnings(record=True) as caught, noted(PLACE, name, type(metric).__name__):
         warnings.simplefilter("always")
         value = metric.compute()
     undefined = [str(warning.message) for warning in caught if UNDEFINED.match(str(warning.message))]

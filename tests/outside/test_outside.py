@@ -199,8 +199,11 @@ def test_n_a_sweep_file_has_no_such_text(tmp_path: Path) -> None:
             read(tmp_path / "s.toml")
 
 
-def fed(targets: Any, samples: int = 6) -> None:
-    list(Federation(net(), methods.fbn(), [[(torch.randn(samples, 3), targets)]] * 2).run(1))
+def fed(targets: Any, samples: int = 6, **given: Any) -> None:
+    try:
+        list(Federation(net(), methods.fbn(), [[(torch.randn(samples, 3), targets)]] * 2, **given).run(1))
+    except ValueError as error:
+        raise ValueError(f"{error} {' '.join(error.__notes__)}") from error
 
 
 def said_by(*arguments: str) -> None:
@@ -227,6 +230,7 @@ def test_o_a_run_of_0_rounds_leaves_the_statistics_of_all_data_in_the_model() ->
     [
         (lambda folder: fed(torch.arange(6) % 3), "scores the classes 0..1, but a label is 2"),
         (lambda folder: fed(torch.arange(0), 0), "a round's first batch must have at least 1 sample.*but got 0 samples"),
+        (lambda folder: fed(torch.arange(6) % 2, test=[(torch.randn(3, 3), torch.arange(3))]), "a label is 2.*at client 0, in its test"),
         (lambda folder: fed(["cat", "dog"] * 3), "labels.* but got .'cat', 'dog'"),
         (lambda folder: archive(folder, np.arange(6) % 3), "a.npz.*no training sample has label 2"),
         (lambda folder: archive(folder, np.arange(6) % 2, np.float32), "a.npz, x_train: .*float32 with NaN"),
@@ -234,7 +238,7 @@ def test_o_a_run_of_0_rounds_leaves_the_statistics_of_all_data_in_the_model() ->
         (lambda folder: said_by("run", "--run-config", "dataset='npz:x.npz'"), "dataset='npz' and data-path='x.npz'"),
         (lambda folder: said_by("run", "rounds=2"), '--run-config "rounds=2"'),
     ],
-    ids=["label", "empty", "text", "npz label", "npz nan", "advise", "npz:", "run key"],
+    ids=["label", "empty", "test label", "text", "npz label", "npz nan", "advise", "npz:", "run key"],
 )
 def test_o_one_sentence_names_the_cause_and_the_place(wrong: Callable[[Path], None], words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words):

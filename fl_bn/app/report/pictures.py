@@ -115,7 +115,7 @@ def against(layout: Layout, axis: str) -> Picture:
 
 def _picture(layout: Layout, name: str, over: str, lines: Sequence[Series], set_up: Callable[[Axes], None]) -> Picture:
     """Make a picture of lines in panels, whose horizontal axis (``over``) ``set_up`` sets up."""
-    caption = [f"{_capital(layout.title())} {over}."]
+    caption = [f"{layout.title()[:1].upper()}{layout.title()[1:]} {over}."]
     if any(one.seeds > 1 for one in lines):
         caption.append("The band is one standard deviation over seeds.")
     if fewer := [f"{one.row}, {one.panel}: {one.seeds} of {one.runs}" for one in lines if one.seeds < one.runs]:
@@ -198,7 +198,3 @@ def panels(layout: Layout, names: Sequence[str]) -> Iterator[tuple[Figure, list[
 def _wrapped(text: str, width: int) -> str:
     """Break ``text`` into lines of at most ``width`` letters, but not at hyphens."""
     return "\n".join(textwrap.wrap(text, width, break_on_hyphens=False) or [text])
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

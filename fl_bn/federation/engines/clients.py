@@ -28,6 +28,7 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training import SUBSET, SampleLoop, Trained
 from fl_bn.federation.values import ClientState, Instruction, Reply, to_numpy, to_tensors
 from fl_bn.methods import Method
+from fl_bn.support.names import noted
 from fl_bn.task import Task
 
 Connect = Callable[[int], LocalExchange]
@@ -103,14 +104,11 @@ class Clients:
 
     def compute(self, instruction: Instruction, rounds: int, client: int, kept: ClientState, connect: Connect | None = None) -> Result:
         """Carry out a client's round alone, training or measuring."""
-        try:
+        doing = f"in round {instruction.round}" if instruction.trains else "which measured its statistics"
+        with noted(lambda: f"at client {client}, {doing}. Its loader: {described(self.own[client].loader)}"):
             own, loop = self.instruction(client, instruction), LoaderLoop(self, client, rounds)
             with self.network.lend() as lent:
                 return client_round(lent, self.method, own, kept, loop, self.own[client].settings, connect)
-        except Exception as error:
-            doing = f"in round {instruction.round}" if instruction.trains else "which measured its statistics"
-            error.add_note(f"at client {client}, {doing}. Its loader: {described(self.own[client].loader)}")
-            raise
 
 
 class LoaderLoop(SampleLoop):

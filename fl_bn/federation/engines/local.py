@@ -34,6 +34,7 @@ from fl_bn.federation.server import Server, Transport
 from fl_bn.federation.training import LEFT_OUT
 from fl_bn.federation.values import NOTHING, Instruction, Named, Reply, RoundReplies
 from fl_bn.methods import Phase
+from fl_bn.support.names import noted
 from fl_bn.task import MetricState
 
 LOGGER = logging.getLogger("flwr")
@@ -157,10 +158,11 @@ class LocalTransport(Transport):
         with unmoved(tests):  # they may be the training batches, too
             for client in trained if personal else range(len(tests)):
                 key = id(tests[client]), id(tasks[client])
-                if personal:
-                    own[client] = evaluate(self.with_own(model, client).to(device), tests[client], task=tasks[client])
-                else:
-                    states[key] = own[client] = states.get(key) or evaluate(model.to(device), tests[client], task=tasks[client])
+                with noted("at client {}, in its test batches".format, client):
+                    if personal:
+                        own[client] = evaluate(self.with_own(model, client).to(device), tests[client], task=tasks[client])
+                    else:
+                        states[key] = own[client] = states.get(key) or evaluate(model.to(device), tests[client], task=tasks[client])
         if not personal and len(states) == 1 and own[0].sums:
             return own[0].result(), {}
         results = {client: state.result() for client, state in own.items() if state.sums}

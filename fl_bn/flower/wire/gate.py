@@ -210,7 +210,7 @@ def _spend(context: Context, limits: Limits) -> str:
         return ""
     if evaluations_left(context, limits) and file is not None:
         try:
-            append(file, b"1")
+            append(file, b"1\n")
         except OSError as error:
             return f"this site cannot count its evaluations ({error}), so it answers none"
         if _spent(context) <= most:  # another process may have counted one, too
