@@ -207,7 +207,7 @@ def layers(
     from fl_bn.federation.network import Network
     from fl_bn.methods import METHODS
     from fl_bn.models import build
-    from fl_bn.support.names import check_name
+    from fl_bn.support.names import check_name, escaped
     from fl_bn.support.user_code import import_extensions
 
     sys.path.insert(0, str(Path.cwd()))  # the user's own network, as `fl-bn run` finds it
@@ -218,11 +218,11 @@ def layers(
         converted = convert(source, METHODS[method]())
         for line in describe_layers(source, converted, METHODS[method]()):
             console.print(line, highlight=False)
-        for line in filter(None, [no_batch_norm(source, METHODS[method]()), *looks_like_norm(source)]):
+        for line in map(escaped, filter(None, [no_batch_norm(source, METHODS[method]()), *looks_like_norm(source)])):
             console.print(line, highlight=False)
         state = converted.state_dict()
         for name, role in roles(converted).items() if tensors else ():
-            typer.echo(f"{name}  {role.value}  {tuple(state[name].shape)}  {str(state[name].dtype).removeprefix('torch.')}")
+            typer.echo(f"{escaped(name)}  {role.value}  {tuple(state[name].shape)}  {str(state[name].dtype).removeprefix('torch.')}")
         console.print(f"signature {Network(converted, METHODS[method]()).signature}", highlight=False)
     except ValueError as error:
         raise refused(error) from error
