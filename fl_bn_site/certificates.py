@@ -28,6 +28,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from fl_bn.support.durable import write
+
 HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}\.?)+")
 AUTHORITY_DAYS = 3650  # longer than the server's certificate, so that sites keep their ca.crt when the server's is renewed
 
@@ -54,7 +56,7 @@ class Identity:
         Raises:
             FileExistsError: The file of the key exists.
         """
-        certificate.write_bytes(self.certificate.public_bytes(Encoding.PEM))
+        write(certificate, self.certificate.public_bytes(Encoding.PEM), 0o666)
         write_private(key, self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
 
 
@@ -117,7 +119,7 @@ def write_site_key(private: Path, public: Path, site: str) -> None:
     key = ec.generate_private_key(ec.SECP384R1())
     write_private(private, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     line = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-    public.write_bytes(line + b" " + site.encode() + b"\n")
+    write(public, line + b" " + site.encode() + b"\n", 0o666)
 
 
 def write_private(path: Path, content: bytes) -> None:

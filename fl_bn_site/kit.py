@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fl_bn.support.durable import write
 from fl_bn_site.certificates import alternative_name, make_authority, make_server, write_site_key
 from fl_bn_site.days import SERVER_DAYS
 from fl_bn_site.folders import EXCHANGE_PORTS, ServerFolder, SiteFolder, render, site_name
@@ -117,7 +118,7 @@ def create(plan: KitPlan, output: Path) -> None:
     make_server(authority, (plan.superlink, plan.exchange, *LOCAL, *plan.also), plan.days).write(
         server / "server.crt", server / "server.key"
     )
-    (server / "ca.crt").write_bytes(ca)
+    write(server / "ca.crt", ca, 0o666)
     text = render(
         ServerFolder,
         superlink=plan.superlink,
@@ -126,10 +127,10 @@ def create(plan: KitPlan, output: Path) -> None:
         exchange_port=plan.exchange_port,
         sites=list(plan.sites),
     )
-    (server / ServerFolder.file).write_text(text)
+    write(server / ServerFolder.file, text.encode(), 0o666)
     _script(server / "start.sh")
     _script(server / "run.sh")
-    (server / "GUIDE.md").write_text(server_guide(plan.fleet_port, plan.exchange_port))
+    write(server / "GUIDE.md", server_guide(plan.fleet_port, plan.exchange_port).encode(), 0o666)
 
     submitters = [
         public_key(submitter_name(item), Path(item)) if item.endswith(PUB) else write_submitter_key(output / SUBMITTERS / item, item)
@@ -139,8 +140,8 @@ def create(plan: KitPlan, output: Path) -> None:
     for name in plan.sites:
         folder = output / "sites" / name
         write_site(folder, name, plan.fleet, joined(plan.exchange, plan.exchange_port), ca, submitters)
-        (server / "sites" / f"{name}.pub").write_bytes((folder / "site.pub").read_bytes())
-    (output / "README.md").write_text(kit_readme(plan.sites, [name for name in plan.submitters if not name.endswith(PUB)]))
+        write(server / "sites" / f"{name}.pub", (folder / "site.pub").read_bytes(), 0o666)
+    write(output / "README.md", kit_readme(plan.sites, [name for name in plan.submitters if not name.endswith(PUB)]).encode(), 0o666)
 
 
 def write_site(folder: Path, name: str, fleet: str, exchange: str, ca: bytes, submitters: Sequence[Submitter]) -> None:
@@ -155,17 +156,17 @@ def write_site(folder: Path, name: str, fleet: str, exchange: str, ca: bytes, su
         submitters: The submitters whose signatures the site accepts.
     """
     write_site_key(folder / "site.key", folder / "site.pub", name)
-    (folder / "ca.crt").write_bytes(ca)
+    write(folder / "ca.crt", ca, 0o666)
     server, exchange_host = (address.rpartition(":")[0] for address in (fleet, exchange))
     other = "" if exchange_host == server else exchange_host
-    (folder / SiteFolder.file).write_text(render(SiteFolder, site=name, superlink=fleet, exchange_addresses=other))
-    (folder / "policy.toml").write_text(kit_file("policy.toml"))
+    write(folder / SiteFolder.file, render(SiteFolder, site=name, superlink=fleet, exchange_addresses=other).encode(), 0o666)
+    write(folder / "policy.toml", kit_file("policy.toml").encode(), 0o666)
     hand_out(submitters, folder)
     _script(folder / "start.sh")
-    (folder / "GUIDE.md").write_text(site_guide(name, fleet, exchange))
+    write(folder / "GUIDE.md", site_guide(name, fleet, exchange).encode(), 0o666)
 
 
 def _script(path: Path) -> None:
     """Write the script of ``kit_files`` that has the name of ``path``, and make it executable for everybody."""
-    path.write_text(kit_file(path.name))
+    write(path, kit_file(path.name).encode(), 0o666)
     path.chmod(0o755)

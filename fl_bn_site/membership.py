@@ -61,7 +61,7 @@ def add_site(server: ServerFolder, name: str, public_key: Path | None, output: P
         exchange = joined(server.exchange_host, server.exchange_port)
         write_site(output, name, joined(server.superlink, port), exchange, server.authority.read_bytes(), known(server.path))
         public_key = output / "site.pub"
-    server.public_key(name).write_bytes(_read_key(server, name, public_key))
+    write(server.public_key(name), _read_key(server, name, public_key), 0o666)
     return _write(server, text)
 
 
@@ -154,7 +154,7 @@ def replace_authority(server: ServerFolder, authority: Path, days: int) -> list[
     made.write(authority / "ca.crt", authority / "ca.key")
     make_server(made, names, days).write(server.certificate, server.key)
     for path in (server.authority, *trusted):
-        path.write_bytes((authority / "ca.crt").read_bytes())
+        write(path, (authority / "ca.crt").read_bytes(), 0o666)
     return trusted
 
 
@@ -186,7 +186,7 @@ def renew_site(server: ServerFolder, name: str, public_key: Path | None, folder:
         write_site_key(folder / "site.key", public_key, name)
     key = _read_key(server, name, public_key)
     _retire_key(server, name)
-    server.public_key(name).write_bytes(key)
+    write(server.public_key(name), key, 0o666)
 
 
 def days_left(folder: ServerFolder | SiteFolder) -> tuple[Path, int]:

@@ -55,7 +55,7 @@ def write_submitter_key(folder: Path, name: str) -> Submitter:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_private(folder / PRIVATE, private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     submitter = Submitter(name, private.public_key().public_bytes_raw())
-    (folder / PUBLIC).write_text(public_line(submitter), encoding="utf-8")
+    write(folder / PUBLIC, public_line(submitter).encode(), 0o666)
     return submitter
 
 
@@ -209,7 +209,7 @@ def hand_out(submitters: Sequence[Submitter], folder: Path) -> None:
     place = folder / SUBMITTERS
     place.mkdir(exist_ok=True, mode=0o700)
     for submitter in submitters:
-        (place / f"{submitter.name}.pub").write_text(public_line(submitter), encoding="utf-8")
+        write(place / f"{submitter.name}.pub", public_line(submitter).encode(), 0o666)
 
 
 def known(folder: Path) -> list[Submitter]:
