@@ -2,7 +2,8 @@
 
     python -m tools.deployment.pace        # with the Flower that is installed: 1.25 or 1.42
 
-Two sites run on this machine with TLS and node authentication, and train the same small network in both apps.
+Two sites run on this machine with TLS and node authentication. fl-bn's app trains an MLP for two steps a round, and the
+app of ``fl-bn new`` its CNN for an epoch. Both evaluate in each round.
 """
 
 from __future__ import annotations
