@@ -66,3 +66,8 @@ def test_sums_alone_cannot_do_what_needs_single_reports(tiny_clients: Callable[.
     for options in ({"separate": False}, {"merge": "average"}):
         with pytest.raises(ValueError, match="hbn-merge"):
             run(hbn(evaluate_clients="cohort", **options), tiny_clients((4, 4, 4)), 1, secure=SecureAggregation())
+
+
+def test_the_statistics_of_a_share_of_the_clients_weigh_less_than_those_of_all() -> None:
+    weights = [hbn(fraction=share).combine.keywords["tracking"] for share in (1.0, 0.5)]  # type: ignore[union-attr]
+    assert weights == [0.05, 0.01]
