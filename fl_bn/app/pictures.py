@@ -61,12 +61,18 @@ def whole_ticks(axes: Axes, most: int = 10) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(most, integer=True, steps=(1, 2, 5, 10)))
 
 
+class Plain(LogFormatter):
+    """Label the ticks of a logarithmic axis by plain numbers, as 0.092, since dollars of names begin no formula."""
+
+    def __call__(self, value: float, place: int | None = None) -> str:
+        """Return the label of a tick; empty if it gets none."""
+        return f"{value:.3g}" if super().__call__(value, place) else ""
+
+
 def log_scale(axes: Axes, which: str) -> None:
-    """Make the axis ``which`` (x or y) logarithmic, with labels as 1e-02, since dollars of names begin no formula."""
+    """Make the axis ``which`` (x or y) logarithmic, with plain numbers."""
     axes.set(**{f"{which}scale": "log"})
-    axis = getattr(axes, f"{which}axis")
-    axis.set_major_formatter(LogFormatter())
-    axis.set_minor_formatter(LogFormatter())
+    getattr(axes, f"{which}axis").set(major_formatter=Plain(), minor_formatter=Plain())
 
 
 def course(config: RunConfig, records: Sequence[RoundRecord], task: Task = CLASSIFICATION) -> Picture:

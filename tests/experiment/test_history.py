@@ -91,7 +91,8 @@ def test_the_course_of_a_run_has_a_panel_per_measurement_and_numbers_at_its_tick
     assert [axes.get_ylabel().split()[0] for axes in figure.axes] == ["test", "training", "largest", "smallest"]
     bands = [(len(axes.collections), len(axes.patches)) for axes in figure.axes]
     assert bands == [(1, 1), (0, 1), (0, 1), (0, 1)]  # of clients, of frozen rounds
-    assert all(label.startswith("1e") for label in labels[3])
+    shown = [label for label in labels[3] if label]
+    assert len({*map(float, shown)}) == len(shown) > 0
     assert "$" not in str(labels)
 
 
