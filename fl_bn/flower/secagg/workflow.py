@@ -46,6 +46,7 @@ from fl_bn.support.wire import WireError, excerpt, reason
 T = TypeVar("T")
 CURVE = "secp384r1"  # the elliptic curve of Flower's keys
 DO_NOT_FIT = (ValueError, TypeError, LookupError, ArithmeticError)  # errors of Flower's functions for shares that do not fit together
+NOT_CANCELLED = "the masks did not cancel (different versions of fl-bn, or a false share)"
 
 
 class SumFailed(Exception):
@@ -280,10 +281,10 @@ class SecureSum:
                         for part, mask in zip(total, key_stream(seed, MODULUS, [part.shape for part in total]), strict=True):
                             part += sign * mask
         except DO_NOT_FIT as error:
-            raise SumFailed(f"the masks could not be removed: {error!r}", self.refused) from error
+            raise SumFailed(f"{NOT_CANCELLED}: {error!r}", self.refused) from error
         (whole,), vector = (part & (MODULUS - 1) for part in total)
         if int(whole) != len(masked) * self.levels:  # the sum of the weights of 1, as levels
-            raise SumFailed("the masks did not cancel (different versions of fl-bn, or a false share)", self.refused)
+            raise SumFailed(NOT_CANCELLED, self.refused)
         (mean,) = server_half.dequantize([vector], float(self.settings.clipping_range), self.levels)
         mean += -(len(masked) - 1) * float(self.settings.clipping_range)
         mean *= 1 / len(masked)
