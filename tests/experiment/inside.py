@@ -92,9 +92,9 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "T
 
 def in_a_pipe(*args: str, interrupt_at: str = "", folder: Path = ROOT, **environment: str) -> tuple[int, str]:
     """Run fl-bn with its output in a pipe, and send SIGINT after a line with ``interrupt_at``; return exit status and output."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process would inherit that it is ignored
     process = subprocess.Popen(
         [*COMMAND, *args], cwd=folder, env={**ENVIRONMENT, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     came = ""
     with process:

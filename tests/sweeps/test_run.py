@@ -138,9 +138,9 @@ def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     methods = ["[axes.method]", 'BN = { method = "fedavg" }', 'GN = { method = "gn" }', ""]
     (tmp_path / "tiny.toml").write_text("\n".join(["[run]", *lines, *methods]))
     command = ("sweep", str(tmp_path / "tiny.toml"), "--jobs", "2", "--output")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process would inherit that it is ignored
     process = subprocess.Popen(
         [*COMMAND, *command, str(tmp_path / "cut")], env=ENVIRONMENT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # of tests in a shell's background it would be ignored
     )  # fmt: skip
     while not (ended := [*tmp_path.glob("cut/runs/*/cell.json")]) or not any(
         path.stat().st_size for path in tmp_path.glob("cut/runs/*seed1*/rounds.jsonl")
