@@ -4,7 +4,7 @@ Usage: ``python -P -m fl_bn_site.apps SOCKET``. The gate (``gate.py``) connects 
 checked the message and unpacked the app before. This program needs no key and no connection to Flower, so it may run as a
 user of its own, who may read the site's data.
 
-* The *base process* imports torch and Flower. It does not import fl-bn, since each run brings its own version.
+* The *base process* imports torch. It imports neither fl-bn, since each run brings its own version, nor Flower, to be small.
 * A *warm process* is forked from the base process for a package. It imports the app once, since that takes a second. It ends
   when the policy of the site changes, or when other packages come.
 * Each message has a process of its own, forked from a warm process, so no message can affect the next one.
@@ -33,16 +33,12 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from fl_bn_site import wire
 from fl_bn_site.endings import ending, in_words, out_of_memory_kills
 
 PROGRAM = "flwr-clientapp"  # the program of Flower whose work a process of a message does
 INSTALLED = "fl_bn.app.client:app"  # the app that runs where the policy allows only installed code
 ED25519 = "cryptography.hazmat.primitives.asymmetric.ed25519"  # for layer-wise exchanges
-PRELOADED = (
-    *("numpy", "scipy.linalg", "torch", "torch._dynamo", "PIL.Image", "safetensors.torch", "threadpoolctl", "joblib", ED25519),
-    *("flwr.app", "flwr.clientapp"),
-)
+PRELOADED = ("numpy", "scipy.linalg", "torch", "torch._dynamo", "PIL.Image", "safetensors.torch", "threadpoolctl", "joblib", ED25519)
 # scipy.linalg starts BLAS's threads at its import. They must not start in a warm process, which may have only one thread.
 REFUSALS = ("NotAllowed", "Refused")  # errors by which an app refuses a message
 MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")  # parts of torch's and NumPy's error messages
@@ -250,6 +246,8 @@ def watch(control: socket.socket, data: int, job: Job, app: Call | None, others:
 
 def answer(connection: socket.socket, job: Job, app: Call | None) -> None:
     """Answer one message in this process."""
+    from fl_bn_site import wire  # here, since it imports Flower
+
     sys.argv = [PROGRAM]
     random.seed()  # else all forks would draw the same numbers
     with contextlib.suppress(ImportError):

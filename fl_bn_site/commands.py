@@ -17,7 +17,6 @@ from fl_bn.support.user_code import VARIABLE
 from fl_bn_site.folders import ServerFolder, SiteFolder, host_port
 
 SUPERLINK = Path(__file__).with_name("superlink.py")  # Flower's SuperLink with repairs
-SUPERNODE = SUPERLINK.with_name("supernode.py")  # Flower's SuperNode, which asks for messages more often
 GATE, APPS = "fl_bn_site.gate", "fl_bn_site.apps"  # the modules that guard a site, and run its apps
 COMPAT = Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"  # run by its path, since the package around it imports torch
 PROGRAMS = ("supernode", "clientapp")  # the programs of a site; each may run as a user of its own
@@ -165,9 +164,9 @@ def supernode(site: SiteFolder) -> Command:
         "--packages": site.packages,
         "--apps": site.apps_socket,
         "--clientappio": site.clientappio,
+        "--poll-seconds": site.poll_seconds,
     }
-    node = (sys.executable, "-P", str(SUPERNODE), "--poll-seconds", str(site.poll_seconds), *_flat(options))
-    argv = (sys.executable, "-P", "-m", GATE, *_flat(own), "--", *node)
+    argv = (sys.executable, "-P", "-m", GATE, *_flat(own), "--", *_flat(options))
     return Command("supernode", argv, _environment(site.node_dir), site.path)
 
 

@@ -22,6 +22,7 @@ from fl_bn.flower import run_in_process
 from fl_bn.support.flower_config import flower_config
 from fl_bn_site.commands import of_1_25
 from fl_bn_site.folders import EXCHANGE_PORTS
+from fl_bn_site.programs import SUPERNODE
 from tests.deployment.tls_servers import free_ports, write_line
 
 ROOT = Path(__file__).parents[2]
@@ -167,14 +168,14 @@ class Federation:
         words = {
             "superlink": ("superlink.db", str(self.kit)),
             "serverapp": ("flwr-serverapp", f":{self.runtime}"),
-            "supernode": ("supernode.py", str(self.kit / "sites" / site)),
+            "supernode": (SUPERNODE[:15], str(self.kit / "sites" / site)),
             "clientapp": ("fl_bn_site.apps", str(self.kit / "sites" / site)),
         }[program]
         found = []
         for entry in Path("/proc").glob("[0-9]*/cmdline"):
             with suppress(OSError):
-                line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if all(word in line for word in words) and "fl_bn_site.gate" not in line:  # which only starts others
+                line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace") + entry.with_name("comm").read_text()
+                if all(word in line for word in words):
                     found.append(int(entry.parent.name))
         return sorted(found)
 

@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 
 from fl_bn.cli.main import app as cli
 from fl_bn.flower.secagg.workflow import is_key
-from fl_bn_site.commands import SUPERLINK, SUPERNODE, superlink
+from fl_bn_site.commands import SUPERLINK, superlink
 from fl_bn_site.gate import Site, options
-from fl_bn_site.supernode import LOST, OVER
+from fl_bn_site.programs import LOST, OVER, SUPERNODE
 from tests.deployment import tls_servers
 from tests.deployment.inner import (
     ConfigError,
@@ -56,10 +56,10 @@ def test_flower_accepts_the_superlink_and_the_supernode(server: ServerFolder, si
     tls_servers.write_line(site.path / "site.toml", "dataset", "npz")
     tls_servers.write_line(site.path / "site.toml", "data-path", "my data.npz")
     site = SiteFolder.read(site.path)
-    gate, programs = options(list(commands(site)[0].argv[4:]))
+    gate, poll, programs = options(list(commands(site)[0].argv[4:]))
     assert gate == Site(*(site.path / name for name in ("node", "policy.toml", "node/audit", "packages", "run/apps.sock")))
-    supernode = programs["the SuperNode"]
-    args = _parse_args_run_supernode().parse_args(supernode[supernode.index(str(SUPERNODE)) + 3 :])
+    assert poll == site.poll_seconds
+    args = _parse_args_run_supernode().parse_args(programs[SUPERNODE])
     assert (args.superlink, args.isolation, args.clientappio_api_address) == ("fl.example.org:21092", "process", "127.0.0.1:9094")
     assert try_obtain_root_certificates(args, args.superlink) == files[0]
     assert (args.insecure, _try_setup_client_authentication(args) is None) == (False, False)

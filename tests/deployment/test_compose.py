@@ -25,6 +25,7 @@ from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
 from fl_bn.support.flower_config import SERVER
 from fl_bn_site.gate import options
+from fl_bn_site.programs import SUPERNODE
 from tests.deployment.docker_federation import ROOT, SITES
 from tests.deployment.inner import app
 from tests.deployment.tls_servers import free_ports
@@ -37,7 +38,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "flower-superexec": _parse_args_superexec,
     "flower-supernode": _parse_args_run_supernode,
 }
-AROUND = {f"flower-{name}": f"{IMAGE}fl_bn_site/{name}.py" for name in ("superlink", "supernode")}  # scripts that run Flower's programs
+AROUND = {"flower-superlink": f"{IMAGE}fl_bn_site/superlink.py"}  # a script that runs Flower's program
 GATE, APPS = (["python", "-P", "-m", f"fl_bn_site.{name}"] for name in ("gate", "apps"))
 
 
@@ -59,9 +60,7 @@ def volumes(service: Compose) -> dict[str, tuple[str, str]]:
 def parsed(words: list[str]) -> argparse.Namespace:
     """As the program's own parser reads its command line; SystemExit or click's UsageError where it refuses."""
     if words[:4] == GATE:
-        words = options(words[4:])[1]["the SuperNode"]
-        assert words[words.index(AROUND["flower-supernode"]) + 1] == "--poll-seconds"
-        del words[words.index("--poll-seconds") : words.index("--poll-seconds") + 2]
+        words = [SUPERNODE, *options(words[4:])[2][SUPERNODE]]
     for program, script in AROUND.items():
         if script in words:
             assert (ROOT / script.removeprefix(IMAGE)).exists()

@@ -1,0 +1,99 @@
+"""Run Flower's SuperNode and SuperExec in processes that are forked from the gate, so that Flower is in memory once.
+
+Flower's SuperExec asks for work every second; here it asks five times a second. Its SuperNode asks the server for messages
+every 3 s. It looks for the answer of its app every 0.5 s, and waits 1 s for a tensor that has not arrived. Here it asks more
+often while messages come, and every 3 s again after a minute without any message. The other waits are at most 0.1 s. No
+name of Flower is used but those of its programs.
+
+Flower 1.25 waits for ever for the answer to a message that it could not receive completely. Where a run ends while its
+message arrives, all later answers are sent one message too late. Here the SuperNode ends in both cases. Whoever keeps the
+site's programs running starts it again. In the first case the server is told within a minute that the message has no answer.
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+SUPERNODE, SUPEREXEC = "flower-supernode", "flower-superexec"
+PAUSE, SHORTER = 1.0, 0.2  # seconds that Flower's SuperExec sleeps between two questions, and that it sleeps here
+GRACE = 8.0  # seconds that the programs have to end
+ASKING = 3.0  # seconds that Flower sleeps between two questions to the server; it sleeps less only while its app works
+IDLE = 60.0  # seconds without a message after which the pause is Flower's again
+SHORTEST = 0.1  # seconds between two looks for the answer of the app, or for a tensor
+LOST = "Failed to receive message"  # how Flower's log begins to tell it
+OVER = "Run ID %s is not in `RUNNING` status. Ignoring message"
+
+
+class Pauses:
+    """Replace ``time.sleep``: sleep for less while messages come.
+
+    Args:
+        poll: The longest pause between two requests to the server while messages come, in seconds.
+    """
+
+    def __init__(self, poll: float) -> None:
+        self.poll, self.worked, self._sleep = poll, -IDLE, time.sleep
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep for ``seconds``, or for less while messages come."""
+        if seconds < ASKING:  # the app works on a message
+            self.worked = time.monotonic()
+            self._sleep(min(seconds, SHORTEST))
+        else:
+            self._sleep(seconds if time.monotonic() - self.worked > IDLE else min(seconds, self.poll))
+
+
+def end_when_lost(record: logging.LogRecord, end: Callable[[int], object] = os._exit) -> bool:
+    """End this process if a log record of Flower says that a message is lost, or that its run is over. Return True."""
+    if str(record.msg).startswith(LOST):
+        print(f"{record.getMessage()}: the SuperNode ends, to be started again", file=sys.stderr, flush=True)
+        end(1)  # without a goodbye, so that the server counts the message as lost
+    elif str(record.msg).startswith(OVER):
+        signal.raise_signal(signal.SIGTERM)  # with a goodbye, so that this site is let in again at once
+    return True
+
+
+def start(name: str, words: list[str], poll: float, listener: socket.socket) -> BaseProcess:
+    """Fork a process that runs Flower's program ``name``.
+
+    Args:
+        name: ``SUPERNODE`` or ``SUPEREXEC``. It is the name of the process, too, which ``ps`` shows.
+        words: The arguments of the program.
+        poll: The longest pause between two requests of a SuperNode to the server while messages come, in seconds.
+        listener: A socket of this process, which is closed in the other one.
+    """
+    program: Callable[[], None] = next(one for one in entry_points(group="console_scripts") if one.name == name).load()
+
+    def run() -> None:
+        listener.close()
+        Path("/proc/self/comm").write_text(name)
+        sys.argv = [name, *words]
+        if name == SUPERNODE:
+            time.sleep = Pauses(poll).sleep
+            logging.getLogger("flwr").addFilter(end_when_lost)
+        else:
+            sleep = time.sleep
+            time.sleep = lambda seconds: sleep(SHORTER if seconds == PAUSE else seconds)
+        program()
+
+    process = get_context("fork").Process(target=run, name=name)
+    process.start()
+    return process
+
+
+def end(programs: Sequence[BaseProcess]) -> None:
+    """End processes that ``start`` has returned, by SIGKILL where that takes longer than ``GRACE`` seconds."""
+    last = time.monotonic() + GRACE
+    for program in programs:
+        program.terminate()
+    for program in programs:
+        program.join(max(0.0, last - time.monotonic()))
+        program.kill()
