@@ -138,12 +138,10 @@ def main() -> None:
     programs = [start(name, words, poll, listener) for name, words in arguments.items()]
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: sys.exit(0))
-    why = ""
     try:
-        why = serve(run, listener, programs)
+        sys.exit(f"{serve(run, listener, programs)}: the gate ends, to be started again")
     finally:
         end(programs)
-    sys.exit(f"{why}: the gate ends, to be started again")
 
 
 if __name__ == "__main__":
