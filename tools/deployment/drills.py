@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -19,6 +20,7 @@ from typing import Any
 
 from tests.deployment.federation import ROOT, Federation, wait_until
 from tools.deployment.outcomes import Case, Outcome, compare, rounds_of
+from tools.deployment.pace import of_site
 
 METHODS = ("fedbn", "hbn", "fedtan")
 SKEW = 300  # seconds
@@ -107,6 +109,54 @@ def kill_superlink(case: Case) -> Outcome:
     return outcome
 
 
+def port_taken(case: Case) -> Outcome:
+    """SIGKILL the SuperLink, and let another program have its port for half a minute."""
+    federation, config = case.federation, case.config("fedbn", **{"round-timeout": 150.0})
+    with running(case, config, until=2) as run:
+        outcome = case.outcome("SIGKILL the SuperLink, whose port is then taken", config, run.moment)
+        os.kill(federation.find("superlink")[0], signal.SIGKILL)
+        with wait_until("the port is free", lambda: listener(federation.fleet), 10, pause=0.01):
+            time.sleep(30)
+        ended = run.end()
+    outcome.what = "the run went on by itself" if ended == "run completed" else _resumed(case, config)
+    compare(case, config, outcome)
+    return outcome
+
+
+def listener(port: int) -> socket.socket | None:
+    """Return a socket that listens on ``port``; None while another one does."""
+    with suppress(OSError):
+        return socket.create_server(("127.0.0.1", port))
+    return None
+
+
+def site_stopped(case: Case) -> Outcome:
+    """Stop all processes of a site for a minute, as a laptop that sleeps."""
+    processes = of_site(case.federation.kit / "sites" / case.rng.choice(case.federation.sites))
+    return _for_a_minute(case, "a site stopped for a minute", *(["kill", f"-{how}", *map(str, processes)] for how in ("STOP", "CONT")))
+
+
+def network_cut(case: Case) -> Outcome:
+    """Drop all packets to the SuperLink for a minute."""
+    rule = ["INPUT", "-p", "tcp", "--dport", str(case.federation.fleet), "-j", "DROP"]
+    return _for_a_minute(case, "the network cut for a minute", ["iptables", "-I", *rule], ["iptables", "-D", *rule])
+
+
+def _for_a_minute(case: Case, drill: str, begin: list[str], end: list[str]) -> Outcome:
+    """Run the command ``begin`` at a random moment, and the command ``end`` a minute later."""
+    config = case.config("fedbn", **{"round-timeout": 150.0})
+    with running(case, config, until=2) as run:
+        outcome = case.outcome(drill, config, run.moment)
+        subprocess.run(begin, check=True)
+        try:
+            time.sleep(60)
+        finally:
+            subprocess.run(end, check=True)
+        outcome.what = run.end()
+    compare(case, config, outcome)
+    return outcome
+
+
 def _resumed(case: Case, config: Mapping[str, Any]) -> str:
     """Go on with a run, and return in words how."""
     said = case.federation.command("resume", config["name"])
@@ -120,6 +170,11 @@ def _resumed(case: Case, config: Mapping[str, Any]) -> str:
 def client_raises(case: Case) -> Outcome:
     """Make one site's data unreadable for a while. The server leaves the site out by name; later, it takes part again."""
     return _episodes(case, "a client that raises", "fedbn", "the network drive is gone", _mood(case, "raise"))
+
+
+def app_killed(case: Case) -> Outcome:
+    """SIGKILL the process of a message."""
+    return _episodes(case, "SIGKILL an app", "fedbn", "killed by SIGKILL", _mood(case, "kill"))
 
 
 def client_hangs(case: Case) -> Outcome:
@@ -242,13 +297,17 @@ DRILLS: dict[str, Callable[[Case], Outcome]] = {
     "supernode": kill_supernode,
     "serverapp": kill_serverapp,
     "superlink": kill_superlink,
+    "port": port_taken,
+    "stopped": site_stopped,
+    "cut": network_cut,
+    "app": app_killed,
     "raise": client_raises,
     "hang": client_hangs,
     "site-disk": disk_full_at_a_site,
     "server-disk": disk_full_at_the_server,
     "skew": clock_skew,
 }
-IN_ONE_RUN = ("raise", "hang", "site-disk", "server-disk")
+IN_ONE_RUN = ("app", "raise", "hang", "site-disk", "server-disk")
 
 
 def starts(federation: Federation, site: str) -> int:

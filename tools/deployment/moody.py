@@ -1,13 +1,14 @@
 """Load a data set that fails on demand, for the drills.
 
 The environment variable FL_BN_MOOD has the path of a file. The word in this file is read for every message. ``raise``: the
-loader raises an error. ``hang``: it never returns. ``memory``: it asks for more memory than the site has. Any other content,
-or no file: it loads an npz file.
+loader raises an error. ``kill``: it kills its process. ``hang``: it never returns. ``memory``: it asks for more memory than
+the site has. Any other content, or no file: it loads an npz file.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ def load(path: str) -> tuple[Any, Any, Any, Any]:
     said = mood.read_text().strip() if mood.is_file() else ""
     if said == "raise":
         raise OSError("the network drive is gone")
+    if said == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
     if said == "memory":
         np.ones(MORE // 8)
     while said == "hang" and mood.read_text().strip() == "hang":
