@@ -33,6 +33,7 @@ def test_pure_torch(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(fbn.split()[1]) > 0.5 > 0.3 > float(fedavg.split()[1])
 
 
+@pytest.mark.slow
 @listed(
     ("name", "metric", "lines", "least"),
     [
@@ -65,6 +66,7 @@ def test_the_notebook() -> None:
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
+@pytest.mark.slow
 def test_a_legacy_numpy_client_before_and_under_fixbn(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = EXAMPLES / "numpy_client"
     monkeypatch.syspath_prepend(str(folder))

@@ -23,6 +23,7 @@ def test_run_and_compare_take_each_of_several_files_as_a_client(tmp_path: Path) 
         ends_with_a_sentence(name, "--run-config", f"{keys} clients=4", about="clients=4")
 
 
+@pytest.mark.slow
 def test_layers_of_a_network_of_ones_own_in_this_folder(tmp_path: Path) -> None:
     code = "from torch import nn\n\ndef build(classes, channels, image_size):\n    return nn.Sequential(nn.BatchNorm2d(channels))\n"
     (tmp_path / "own_net.py").write_text(code)

@@ -133,6 +133,7 @@ SECURE: dict[str, tuple[Spoil, str]] = {
 }
 
 
+@pytest.mark.slow
 def test_in_a_secure_round_too() -> None:
     clients, policy = people(len(SECURE) + HONEST + 4), {"min_replies": 0.3}  # 4 are lost after the threshold is set
     (record,) = lied(each(SECURE, lambda case: case[0]), "fbn", clients, 1, policy=policy, secure=SecureAggregation()).records

@@ -63,6 +63,7 @@ def test_an_error_that_cannot_be_unpickled_comes_by_name_and_ends_no_process(tmp
     assert sorted(path.name[0] for path in tmp_path.iterdir()) == list("0123")  # each task ran once
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_fails_its_own_task_alone(tmp_path: Path) -> None:
     workers = Workers(2)
     done = list(workers.run(tasks.perish, [(x, str(tmp_path / str(x))) for x in range(4)]))

@@ -85,6 +85,7 @@ def of_foreign(layer: Any) -> nn.BatchNorm2d:
     return new
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LAYERS)
 def test_kinds_with_an_activation_train_as_torch_s_layer_and_that(name: str) -> None:

@@ -156,6 +156,7 @@ def test_deeplab_gives_scores_per_pixel(encoder: str) -> None:
     assert (found(model)[0], len(batch_norms(model))) == SIZES[encoder]
 
 
+@pytest.mark.slow
 def test_every_method_converts_deeplab() -> None:
     pytest.importorskip("segmentation_models_pytorch")
     model = build("deeplab", classes=4, channels=1, image_size=32, seed=0, maker=maker_of(f"{DEEPLAB}resnet18", "auto"))

@@ -45,6 +45,7 @@ def test_names_a_paper_and_one_that_is_not_there() -> None:
         find(["003-F99"])
 
 
+@pytest.mark.slow
 def test_a_program_is_a_function_in_a_file_beside_its_experiment_and_runs_once(tmp_path: Path) -> None:
     assert all(callable(program_of(experiment)) for experiment in ALL if experiment.program)
     (experiment,) = find(["003-F1"])

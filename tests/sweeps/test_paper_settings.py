@@ -34,6 +34,7 @@ def differing(cell: Cell, wanted: Keys) -> dict[str, tuple[Any, Any]]:
     return {key: (value, whole[key]) for key, value in config.items() if key not in free and whole[key] != pytest.approx(value)}
 
 
+@pytest.mark.slow
 @listed("name", PAPERS)
 def test_the_paper_s_variant_is_the_paper_key_by_key(name: str) -> None:
     setting, found = PAPERS[name], cells(name)

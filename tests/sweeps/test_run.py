@@ -111,6 +111,7 @@ def raises(**arguments: Any) -> nn.Module:
     return build("mlp", **arguments)
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_or_whose_worker_dies_is_left_until_a_retry(tmp_path: Path) -> None:
     models = {"whole": "mlp", "raises": f"{__name__}:raises", "dies": f"{__name__}:dies"}
     made = parse({"run": TINY, "axes": {"model": {name: {"model": model} for name, model in models.items()}}}, "x", "", "", {})

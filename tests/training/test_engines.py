@@ -111,6 +111,7 @@ def test_options_of_a_federation(case: str, caplog: pytest.LogCaptureFixture) ->
     assert "one by one" not in caplog.text
 
 
+@pytest.mark.slow
 @listed("how", CLIPS)
 def test_clips_of_a_run(how: str, caplog: pytest.LogCaptureFixture) -> None:
     keys = {"clip": how, "clip-limit": 0.01} if how != "none" else {}

@@ -2,8 +2,8 @@
 
     python -m tools.deployment.pace        # with the Flower that is installed: 1.25 or 1.42
 
-Two sites run on this machine with TLS and node authentication. fl-bn's app trains an MLP for two steps a round, and the
-app of ``fl-bn new`` its CNN for an epoch. Both evaluate in each round.
+Two sites run on this machine with TLS and node authentication. fl-bn's app trains an MLP for two steps a round, and a CNN for
+an epoch; the app of ``fl-bn new`` trains a CNN for an epoch, too. All evaluate in each round.
 """
 
 from __future__ import annotations
@@ -77,11 +77,13 @@ def main() -> None:
         idle = memory(of_site(federation.kit / "sites/a"))
         config = {**SMALL, "clients": 2, "method": "fbn", "rounds": ROUNDS, "evaluate-every": 1, "name": "ours"}
         ours = pace(federation, "ours", federation.submit(config))
+        config |= {"name": "epochs", "model": "digits-cnn-small", "local-steps": 0, "local-epochs": 1}
+        epochs = pace(federation, "epochs", federation.submit(config))
         subprocess.run([*FL_BN, "new", "myapp"], cwd=folder, check=True, capture_output=True)
         words = f"num-server-rounds={ROUNDS} local-epochs=1 name='own'"
         own = pace(federation, "own", federation.submit(words, "--app", f"{folder}/myapp"))
     print(f"Flower {version('flwr')}: an idle site takes {idle:.0f} MB, {idle - base:.0f} more than a process with torch and torch._dynamo")
-    print(f"a round takes {ours:.2f} s, of an own app {own:.2f} s")
+    print(f"a round takes {ours:.2f} s, with a CNN for an epoch {epochs:.2f} s, with such a CNN in an own app {own:.2f} s")
 
 
 if __name__ == "__main__":
