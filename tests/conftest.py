@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -103,6 +104,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick() -> Iterator[None]:
+    """Leave out what takes time and changes no result: to wait for the disk, and to keep a stack trace per seed until CUDA starts."""
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        if not torch.cuda.is_available():
+            patch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

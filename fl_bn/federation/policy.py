@@ -65,10 +65,10 @@ def start_left(method: Method, config: Any, momenta: Iterable[float] = (MOMENTUM
     the network is trained.
     """
     rounds, steps = config["rounds"], config["local-steps"]
-    before = sum(not method.freezes_statistics(method.phase(round, rounds)) for round in range(1, rounds + 1))
-    if not 0 < before < rounds or not steps or config["model-weights"] or method.reports(Phase.TRAIN) is not StatisticsReport.RUNNING:
+    if not steps or config["model-weights"] or method.reports(Phase.TRAIN) is not StatisticsReport.RUNNING:
         return 0.0
-    return max(((1 - momentum) ** (before * steps) for momentum in momenta), default=0.0)
+    before = sum(not method.freezes_statistics(method.phase(round, rounds)) for round in range(1, rounds + 1))
+    return max(((1 - momentum) ** (before * steps) for momentum in momenta if 0 < before < rounds), default=0.0)
 
 
 KEEPS_LAYERS = Used("a method with which clients keep BatchNorm tensors", lambda config: config.build_method().personal)
