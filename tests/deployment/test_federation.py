@@ -55,6 +55,7 @@ from tests.deployment.tls_servers import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 WAIT = 30.0  # seconds for a stranger to be let in
+UP = "../../../../../../../escaped/fl-bn.fl-bn"
 LINE = '\nimport os, pathlib\nif "sites" in os.environ["FLWR_HOME"]: pathlib.Path(os.environ["FLWR_HOME"], "..", {!r}).resolve().touch()\n'
 PLANTING = """
 import os, pathlib, py_compile, shutil
@@ -164,8 +165,15 @@ def codes(federation: Federation, run: str) -> set[tuple[str, str, str]]:
     return {(site, of["submitter"], of["code"]) for site in entries for line in entries[site] if (of := line.values) and of["name"] == run}
 
 
-def test_the_server_chooses_neither_where_a_package_is_unpacked_nor_what_runs_from_there(federation: Federation) -> None:
-    """Its database names a version that leads from the folder of each site to code of the server's own."""
+@pytest.mark.parametrize(("column", "lie"), [("fab_version", f"x/{UP}.0.1.0"), ("fab_id", f"fl-bn/{UP}")])
+def test_the_server_chooses_neither_where_a_package_is_unpacked_nor_what_runs_from_there(
+    column: str, lie: str, federation: Federation
+) -> None:
+    """Its database has, from the first message on, a text that leads from the folder of each site to code of the server's own.
+
+    Flower 1.42 refuses such an id at each site.
+    """
+    refused = column == "fab_id" and not of_1_25()
     server = ServerFolder.read(federation.kit / "server")
     package, escaped = Package(build(server)), federation.kit.parent / "escaped"
     for name in names_of(package):
@@ -173,18 +181,18 @@ def test_the_server_chooses_neither_where_a_package_is_unpacked_nor_what_runs_fr
         with (escaped / name / "fl_bn/__init__.py").open("a") as file:
             file.write(LINE.format("escaped"))
     before = sorted(escaped.rglob("*"))
-    lie = "UPDATE run SET fab_version = 'x/../../../../../../../escaped/fl-bn.fl-bn.0.1.0' WHERE run_id = NEW.run_id"
     database = sqlite3.connect(server.state / "superlink.db", timeout=60, isolation_level=None)
-    database.execute(f"CREATE TRIGGER lie AFTER INSERT ON run BEGIN {lie}; END")
+    action = f"UPDATE run SET {column} = '{lie}' WHERE run_id = NEW.run_id"
+    database.execute(f"CREATE TRIGGER lie AFTER INSERT ON message_ins BEGIN {action}; END")
     try:
-        log = federation.run({**SMALL, "method": "fedavg", "rounds": 1, "name": "escaped"})
+        log = ended(federation.submit({**SMALL, "method": "fedavg", "rounds": 1, "name": f"escaped-{column}"}), code=int(refused))
     finally:
         database.execute("DROP TRIGGER lie")
-    assert database.execute("SELECT count(*) FROM run WHERE fab_version LIKE 'x/..%'").fetchall() == [(1,)]
-    assert "3/3 clients" in log
+    assert database.execute(f"SELECT count(*) FROM run WHERE {column} = '{lie}'").fetchall() == [(1,)]
+    assert "3/3 clients" in log or all(f"site {site} is refused: ValueError: Invalid FAB ID" in log for site in "abc")
     assert ran(federation, "escaped") == []
     assert sorted(escaped.rglob("*")) == before
-    assert codes(federation, "escaped") == {(site, "submitter", package.code) for site in federation.sites}
+    assert refused or codes(federation, f"escaped-{column}") == {(site, "submitter", package.code) for site in federation.sites}
 
 
 def test_what_the_code_of_a_removed_submitter_has_left_is_not_run(federation: Federation, tmp_path: Path) -> None:

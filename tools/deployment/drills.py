@@ -123,6 +123,24 @@ def port_taken(case: Case) -> Outcome:
     return outcome
 
 
+def certificate_renewed(case: Case) -> Outcome:
+    """Renew the server's certificate during a run, and start the server again, which ends its programs. No site does anything."""
+    federation, config = case.federation, case.config(METHODS[case.repetition % len(METHODS)])
+    certificate = federation.kit / "server/server.crt"
+    with running(case, config, until=2) as run:
+        outcome = case.outcome("the certificate renewed, the server started again", config, run.moment)
+        old = certificate.read_bytes()
+        federation.command("kit renew")
+        federation.stop("server")
+        federation.start("server")
+        wait_until("all sites are online", lambda: federation.online() == federation.sites, 300)
+        ended = run.end()
+    outcome.expect("the server has another certificate", certificate.read_bytes() != old)
+    outcome.what = "the run went on by itself" if ended == "run completed" else _resumed(case, config)
+    compare(case, config, outcome)
+    return outcome
+
+
 def listener(port: int) -> socket.socket | None:
     """Return a socket that listens on ``port``; None while another one does."""
     with suppress(OSError):
@@ -299,6 +317,7 @@ DRILLS: dict[str, Callable[[Case], Outcome]] = {
     "serverapp": kill_serverapp,
     "superlink": kill_superlink,
     "port": port_taken,
+    "certificate": certificate_renewed,
     "stopped": site_stopped,
     "cut": network_cut,
     "app": app_killed,
