@@ -7,6 +7,7 @@ import hashlib
 import json
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import chdir, contextmanager
@@ -105,12 +106,12 @@ class Answer:
             reply, state = self._ask(policy, about["code"], message, given, lambda *vector: log(leaving.exchanged(kind, *vector)))
             policy.check_reply(*summary_of(reply))
             log(leaving.answered(kind, reply))
-        except (NotAllowed, PackageError, wire.WireError, audit.AuditError, OSError) as error:
-            refusal = "refused" if isinstance(error, NotAllowed) else refusal
-            reply = _error(message, f"{type(error)}:<'{error}'>", UNLOADABLE if isinstance(error, PackageError) else RAISED)
         except AppError as error:
             refusal = "refused" if error.refused else refusal
             reply = _error(message, str(error), error.code)
+        except Exception as error:  # whatever the server or the app has sent, what leaves has a line
+            refusal = "refused" if isinstance(error, NotAllowed) else refusal
+            reply = _error(message, f"{type(error)}:<'{error}'>", UNLOADABLE if isinstance(error, PackageError) else RAISED)
         else:
             context.state = state
             return reply
@@ -127,6 +128,8 @@ class Answer:
         Raises:
             NotAllowed: The policy refuses the run.
         """
+        if str(context.run_id) != about["run"]:  # Flower 1.42 keeps one context for a series of runs, which the server chooses
+            raise NotAllowed(f"the message is of run {about['run']}, and its context of run {context.run_id}")
         try:
             policy = Policy.read(self.site.policy)
             policy.check_run(context.run_config)
@@ -165,28 +168,22 @@ class Answer:
         folder = "" if policy.allow_code == INSTALLED else str(Packages(self.site.packages).unpack(self.package, told))
         with connect(self.site.apps, Job(code if folder else "", folder, told, policy.memory())) as (control, data):
             end = time.monotonic() + message.metadata.ttl
+            deadline = threading.Timer(message.metadata.ttl, data.shutdown, (socket.SHUT_RDWR,))
+            deadline.start()
             try:
                 wire.send_message(data, message, context)
-                data.settimeout(message.metadata.ttl)
                 while "exchange" in (header := wire.receive(data))[0]:
-                    wire.send(data, {"error": _logged(log, header[0]["exchange"])})
-                    data.settimeout(max(1.0, end - time.monotonic()))
-            except TimeoutError:
-                raise AppError(LATE, DIED) from None
+                    section, nbytes, samples = header[0]["exchange"]
+                    log(str(section), int(nbytes), int(samples))
+                    wire.send(data, {})
             except (EOFError, OSError):
+                if time.monotonic() >= end:
+                    raise AppError(LATE, DIED) from None
                 control.settimeout(ABSENT)
                 raise AppError(control.recv(PACKET).decode(errors="replace") or RESTARTED, DIED) from None
+            finally:
+                deadline.cancel()
         return _read(message, policy, *header)
-
-
-def _logged(log: Callable[..., None], vector: Any) -> str:
-    """Write the line about a vector. Return why that failed; empty: it is written."""
-    try:
-        section, nbytes, samples = vector
-        log(str(section), int(nbytes), int(samples))
-    except (audit.AuditError, ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _read(message: Message, policy: Policy, header: Mapping[str, Any], blobs: list[bytes]) -> tuple[Message, Any]:

@@ -6,7 +6,7 @@ user of its own, who may read the site's data.
 
 * The *base process* imports torch. It imports neither fl-bn, since each run brings its own version, nor Flower, to be small.
 * A *warm process* is forked from the base process for a package. It imports the app once, since that takes a second. It ends
-  when the policy of the site changes, or when other packages come.
+  when other packages come, or a message after a change of the site's policy.
 * Each message has a process of its own, forked from a warm process, so no message can affect the next one.
 * A *watcher* waits for the process of a message. It tells the gate how that process ended, and kills it if the gate ends.
 """
@@ -145,7 +145,7 @@ def serve(listener: socket.socket) -> None:
                 warm.pop(other).close()
             sockets = [listener, *(one.requests for one in warm.values())]  # which forked processes must not hold open
             if job not in warm:
-                warm[job] = WarmProcess(job, [*sockets, control], data)
+                warm[job] = WarmProcess(job, sockets, control, data)
             if not warm[job].take(request, control.fileno(), data):
                 warm.pop(job).close()
                 fork(partial(watch, control, data, job, None, sockets))
@@ -158,23 +158,23 @@ class WarmProcess:
     Args:
         job: The app.
         others: Sockets of the base process, which are closed in the warm process.
-        data: The descriptor of the first message's socket, which is closed there, too.
+        control: The connection of the first message, which is closed there, too. The gate ends it at the message's deadline.
+        data: The descriptor of that message's socket, which is closed there, too.
     """
 
-    def __init__(self, job: Job, others: list[socket.socket], data: int) -> None:
+    def __init__(self, job: Job, others: list[socket.socket], control: socket.socket, data: int) -> None:
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
         def stay() -> None:
-            for other in (*others, self.requests):
+            theirs.recv(len(READY))
+            for other in (*others, control, self.requests):
                 other.close()
             os.close(data)
             limit_memory(job.memory)
             sys.argv = [PROGRAM]  # an app may read this at its import, to find out whether it is deployed
             app = load(job.folder)
             if len(os.listdir("/proc/self/task")) > 1:
-                raise RuntimeError(
-                    "the app starts threads when it is imported, so every message imports it anew (threads do not survive a fork)"
-                )
+                raise RuntimeError("the app starts threads at its import, which survive no fork: every message imports it anew")
             gc.freeze()  # the pages of what is imported stay shared with the processes of messages
             theirs.send(READY)
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -182,14 +182,20 @@ class WarmProcess:
                 request, descriptors, _, _ = socket.recv_fds(theirs, PACKET, 2)
                 if not request:
                     return
-                control, of_message = descriptors
-                with socket.socket(fileno=control) as connection:
+                of_gate, of_message = descriptors
+                with socket.socket(fileno=of_gate) as connection:
                     fork(partial(watch, connection, of_message, job, app, [theirs]))
                 os.close(of_message)
 
-        fork(stay)
+        self._process = os.pidfd_open(fork(stay))
+        self.requests.send(READY)  # now it may end
         theirs.close()
-        self._usable = self.requests.recv(len(READY)) == READY  # nothing to read: the process has ended
+        ends = select.poll()
+        ends.register(self.requests, select.POLLIN)
+        ends.register(control, select.POLLHUP)
+        ready = dict(ends.poll())
+        # Else it has ended, or the gate waits no more.
+        self._usable = self.requests.fileno() in ready and self.requests.recv(len(READY)) == READY
 
     def take(self, request: bytes, *descriptors: int) -> bool:
         """Pass a request and its two sockets to the process. Return False if the process has ended."""
@@ -201,8 +207,11 @@ class WarmProcess:
         return self._usable
 
     def close(self) -> None:
-        """Let the process end. The processes that it has forked for messages keep running."""
+        """End the process. The processes that it has forked for messages keep running."""
         self.requests.close()
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        os.close(self._process)
 
 
 # One message
@@ -259,9 +268,7 @@ def answer(connection: socket.socket, job: Job, app: Call | None) -> None:
         """Ask the gate to log a vector of a layer-wise exchange, before the vector leaves."""
         with one_at_a_time:
             wire.send(connection, {"exchange": [section, nbytes, samples]})
-            told, _ = wire.receive(connection)
-        if told["error"]:
-            raise RuntimeError(told["error"])
+            wire.receive(connection)
 
     try:
         if app is None:

@@ -151,6 +151,8 @@ def _append(folder: Path, entry: Mapping[str, Any], largest: int) -> str:
     about = {"note": "; ".join(filter(None, [*notes, note]))} if notes or note else {}
     values = {"line": number + 1, "before": before, "time": now, **entry, **about}
     data = json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode()
+    if parse(data) is None:
+        raise AuditError(f"this site's audit log cannot say such numbers, so the answer does not leave: {str(entry)[:300]}")
     if path.exists() and path.stat().st_size + len(data) >= largest:
         path = folder / f"audit-{int(path.stem.removeprefix('audit-')) + 1:06d}.jsonl"
     _write(path, data + b"\n")

@@ -49,7 +49,7 @@ def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
     yield from guard_each("kit", lambda: verify(site.path))
     yield guard("gpu", lambda: machine.gpu(site.device, "site.toml"))
     yield guard("state-dir", lambda: machine.storage("state-dir", site.state_dir))
-    if site.audit is not None:  # else it is in state-dir
+    if site.audit is not None:  # else it is in the folder of the gate
         yield guard("audit", lambda: machine.storage("audit", site.audit_log))
     yield guard("policy", lambda: _policy(site.policy))
     running = any(_running(folder) for folder in (site.path, site.node_dir))
@@ -65,11 +65,11 @@ def _policy(file: Path) -> Finding:
     try:
         policy = Policy.read(file)
     except PolicyError as error:
-        return Finding("fail", "policy", str(error), "correct that line: until then this site refuses every run")
+        return Finding("fail", "policy", str(error), "correct it: until then this site refuses every run")
     lines = {spec.name.replace("_", "-"): getattr(policy, spec.name) for spec in fields(policy)}
     lines["trusted-submitters"] = ", ".join(map(str, policy.trusted_submitters)) or ()
     set_here = [f"{name} = {value}" for name, value in lines.items() if value != getattr(Policy(), name.replace("-", "_"))]
-    text = f"{file}: {'; '.join(set_here) or 'takes part in every run'}"
+    text = f"{file}: {'; '.join(set_here)}"
     if policy.allow_code == ANY:
         what = f"{text}. The policy is open: whoever holds the server runs any code here, on this site's data"
         return Finding("warn", "policy", what, 'write allow-code = "signed", or allow-code = "installed"')

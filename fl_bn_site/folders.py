@@ -271,7 +271,7 @@ class SiteFolder(Folder):
     state_dir: Path = _line("what must survive a crash of this machine (local layers, momentum): back it up", "state", _given)
     clientappio: str = _line("plaintext in Flower 1.25, so this machine only", "127.0.0.1:9094", host_port)
     poll_seconds: float = _line("seconds between requests to the server while a run is active (3 without a run)", 0.5, _pace)
-    policy: Path = _line("the policy: in which runs this site takes part; without the file, in all", "policy.toml", _given)
+    policy: Path = _line("the policy: in which runs this site takes part; without the file, in none", "policy.toml", _given)
     audit: Path | None = _line("folder of the audit log, which says what left this site; empty: node/audit", "")
 
     file = "site.toml"

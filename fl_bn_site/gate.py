@@ -18,6 +18,7 @@ import gc
 import json
 import os
 import runpy
+import secrets
 import select
 import signal
 import socket
@@ -35,6 +36,7 @@ from fl_bn_site.folders import host_port
 from fl_bn_site.programs import SUPEREXEC, SUPERNODE, end, start
 
 SOCKET = "gate.sock"  # in the home of the gate: the command connects there
+SECRET = "superexec.secret"  # there, too: without it, each user of this machine could take messages of Flower 1.42 and answer them
 TICK = 0.5  # seconds between two looks at the programs
 COMMAND = """#!{python} -IS
 # The command that Flower starts for each message: the gate of this site does its work.
@@ -51,6 +53,8 @@ def flowers_program(answer: Answer) -> Callable[[], None]:
     """Return Flower's program ``flwr-clientapp``, which asks ``answer`` in the place of a ClientApp."""
     find = runpy.run_path(str(COMPAT))["find"]
     names = find("run_clientapp").__globals__
+    if not names.keys() >= {"install_from_fab", "get_load_client_app_fn"}:
+        raise SystemExit("this version of Flower loads apps in another way: install one that docs/how-to/flower-versions.md names")
     names["install_from_fab"], names["get_load_client_app_fn"] = answer.install, answer.loader
     program: Callable[[], None] = find("flwr_clientapp")
     return program
@@ -92,14 +96,19 @@ def _end_with(connection: socket.socket) -> None:
     os._exit(1)
 
 
-def write_command(home: Path) -> Path:
-    """Write the command ``flwr-clientapp``, and return its folder."""
+def write_command(home: Path) -> None:
+    """Write the command ``flwr-clientapp``, alone in PATH, and a new secret of SuperNode and SuperExec.
+
+    Flower 1.42 starts whatever program the server names, and most of them load a package unchecked.
+    """
     folder = home / "bin"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (home / SECRET).write_bytes(secrets.token_bytes(32))
+    (home / SECRET).chmod(0o600)
     command = folder / PROGRAM
     command.write_text(COMMAND.format(python=sys.executable, home=str(home), socket=SOCKET), encoding="utf-8")
     command.chmod(0o700)
-    return folder
+    os.environ["PATH"] = str(folder)
 
 
 def options(words: list[str]) -> tuple[Site, float, dict[str, list[str]]]:
@@ -120,6 +129,8 @@ def options(words: list[str]) -> tuple[Site, float, dict[str, list[str]]]:
         host, port = host_port(address)
         supernode += ["--host", host, "--port", str(port)]
         superexec += ["--runtime-api-address", address]
+        for words in (supernode, superexec):
+            words += ["--superexec-auth-secret-file", str(given["home"].absolute() / SECRET)]
     site = Site(**{name: path.absolute() for name, path in given.items()})
     return site, poll, {SUPERNODE: supernode, SUPEREXEC: superexec}
 
@@ -132,7 +143,7 @@ def main() -> None:
     """
     site, poll, arguments = options(sys.argv[1:])
     listener = listen(site.home / SOCKET)
-    os.environ["PATH"] = f"{write_command(site.home)}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    write_command(site.home)
     run = flowers_program(Answer(site))
     gc.freeze()  # the pages of what is imported stay shared with the forked processes
     programs = [start(name, words, poll, listener) for name, words in arguments.items()]

@@ -14,6 +14,10 @@ def kit_file(name: str) -> str:
     return files("fl_bn_site").joinpath("kit_files", name).read_text(encoding="utf-8")
 
 
+INSTALL = kit_file("install.md").rstrip("\n")
+"""The section on how to install fl-bn, which is part of both guides."""
+
+
 def kit_readme(sites: Sequence[str], submitters: Sequence[str]) -> str:
     """Return the README of a kit, for the person who makes it. It has a row for each of ``sites`` and ``submitters``."""
     rows = [f"| `sites/{site}/` | the IT person of {site}, over a channel that keeps it secret | `site.key` |" for site in sites]
@@ -29,7 +33,7 @@ def server_guide(fleet: int, exchange: int) -> str:
         exchange: The first port of the layer-wise exchange (FedTAN, exact statistics).
     """
     last = exchange + EXCHANGE_PORTS - 1
-    return Template(kit_file("server.md")).substitute(install=_install(), fleet=fleet, exchange=exchange, last_exchange=last)
+    return Template(kit_file("server.md")).substitute(install=INSTALL, fleet=fleet, exchange=exchange, last_exchange=last)
 
 
 def site_guide(site: str, fleet: str, exchange: str) -> str:
@@ -40,11 +44,5 @@ def site_guide(site: str, fleet: str, exchange: str) -> str:
         fleet: The address to which SuperNodes connect, HOST:PORT.
         exchange: The first address of the layer-wise exchange (FedTAN, exact statistics), HOST:PORT.
     """
-    return Template(kit_file("site.md")).substitute(
-        install=_install(), site=site, fleet=fleet, exchange=exchange, more_ports=EXCHANGE_PORTS - 1
-    )
-
-
-def _install() -> str:
-    """Return the section on how to install fl-bn, which is part of both guides."""
-    return kit_file("install.md").rstrip("\n")
+    more = EXCHANGE_PORTS - 1
+    return Template(kit_file("site.md")).substitute(install=INSTALL, site=site, fleet=fleet, exchange=exchange, more_ports=more)

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fl_bn_site.audit import LARGEST_NUMBER
+
 OURS = "fl-bn/"
 HEADER, METRICS, HELLO = f"{OURS}header", f"{OURS}metrics", f"{OURS}hello"
 SECURE = "secaggplus_configs"  # Flower's name for the record of a secure sum
@@ -52,30 +54,29 @@ def sections_of(kind: str, content: Any) -> Sections:
     return {name[:LONGEST]: found[name] for name in names[:MOST]} | _together(found, names[MOST:])
 
 
-def about(message: Any, run_config: Mapping[str, Any], code: str, submitter: str | None = None) -> dict[str, Any]:
+def about(message: Any, run_config: Mapping[str, Any], code: str) -> dict[str, Any]:
     """Return the fields of a log line that describe the message and its run. They do not depend on the answer.
 
     Args:
         message: Flower's message.
         run_config: The run config.
         code: The SHA-256 of the app that the run brings, in hexadecimal digits.
-        submitter: Who submitted the run; None: the site does not know it.
     """
     asks, header, config = message.metadata, {}, {}
     if message.has_content():
         records = message.content.config_records
         header, config = dict(records.get(HEADER, {})), dict(records.get(f"{OURS}config", {}))
     name = run_config.get("name") or str(config.get("run", "")).rpartition("/")[0] or None  # a strategy of a user's own app knows no name
-    round = header.get("round", int(asks.group_id) if asks.group_id.isdecimal() else None)
+    round = header.get("round", int(asks.group_id[:20]) if asks.group_id.isdecimal() else None)
     method = header.get("method") or run_config.get("method")
     return {
         "run": str(asks.run_id),
         "name": text(name),
-        "submitter": submitter,
+        "submitter": None,
         "code": code,
         "message": text(asks.message_type),
-        "id": asks.message_id,
-        "round": round if isinstance(round, int) else None,
+        "id": text(asks.message_id),
+        "round": round if type(round) is int and 0 <= round < LARGEST_NUMBER else None,
         "method": text(method),
     }
 
@@ -113,7 +114,7 @@ def exchanged(asked: str, section: str, nbytes: int, samples: int) -> dict[str, 
     """
     samples = samples if asked == "train" else 0
     of = {"tensors": 1, "bytes": nbytes} | ({"samples": samples} if samples else {})
-    return {"message": "exchange", **totals_of({section: of}), "message-bytes": nbytes, "decision": "sent", "reason": ""}
+    return {"message": "exchange", **totals_of({section[:LONGEST]: of}), "message-bytes": nbytes, "decision": "sent", "reason": ""}
 
 
 def totals_of(sections: Sections) -> dict[str, Any]:
@@ -225,7 +226,7 @@ def _rest(found: Sections, metrics: Mapping[str, Any]) -> None:
     Such metrics are, for example, the counts in an evaluation, in a secure sum, and in the reply of a client that took no
     part in the round; and all metrics of an answer that is part of a layer-wise exchange.
     """
-    counted = sum(found[name]["bytes"] for name in ("drift", "metrics", "own metrics", "evaluation") if name in found)
+    counted = sum(found[name]["bytes"] for name in ("metrics", "own metrics", "evaluation") if name in found)
     _add(found, OTHER, 0, max(0, sum(size(value) for record in metrics.values() for value in record.values()) - counted))
 
 

@@ -37,7 +37,10 @@ def files_of(package: bytes) -> dict[str, bytes]:
             entries = [entry for entry in archive.infolist() if not entry.is_dir()]
             if sum(entry.file_size for entry in entries) > MOST_BYTES:
                 raise PackageError(f"the unpacked package of the run has more than {MOST_BYTES >> 20} MiB")
-            found = {_inside(entry.filename): archive.read(entry) for entry in entries}
+            if any(entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for entry in entries):
+                raise PackageError("the package of the run is compressed in another way than Flower's")
+            # ``archive.read`` would unpack more than the size that an entry claims to have.
+            found = {_inside(entry.filename): archive.open(entry).read(entry.file_size + 1) for entry in entries}
     except BROKEN as error:
         raise PackageError(f"the package of the run cannot be read ({error}): pack and submit it anew") from error
     if len(found) < len(entries):
@@ -66,7 +69,7 @@ class Packages:
         """Return a folder with the files of ``package`` and nothing else, all read-only.
 
         A folder from an earlier message is used again if every file in it is the same. Packages that came under another
-        policy are removed, so none of a submitter who is no longer trusted stays.
+        policy are removed, so those of a submitter who is no longer trusted stay until the next message that is let in.
 
         Args:
             package: The package, which the caller has verified.

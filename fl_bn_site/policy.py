@@ -2,7 +2,7 @@
 
 The policy says in which runs the site takes part. The gate (``gate.py``) makes the checks before it unpacks anything of a
 run's package (Flower's FAB archive). The code that a run brings takes no part in these checks. A line that the file lacks
-allows everything.
+allows everything, but for ``allow-code``, which is then ``signed``. Without the file every run is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 from fl_bn_site import signing
 from fl_bn_site.packages import PackageError, files_of
 
-FILE = "policy.toml"
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")  # package.module:function
 SIGNED, INSTALLED, ANY = "signed", "installed", "any"
 CODE = (SIGNED, INSTALLED, ANY)
@@ -57,7 +56,7 @@ class Policy:
 
     allow_methods: tuple[str, ...] | None = None
     allow_modules: tuple[str, ...] | None = None
-    allow_code: str = ANY
+    allow_code: str = SIGNED
     trusted_submitters: tuple[signing.Submitter, ...] = ()
     max_memory: float | None = None
     min_samples: int = 0
@@ -65,14 +64,12 @@ class Policy:
     max_unknown_rounds: int | None = None
 
     @classmethod
-    def read(cls, file: Path | None) -> Policy:
-        """Read the policy in ``file``. None, or a file that does not exist, allows everything.
+    def read(cls, file: Path) -> Policy:
+        """Read the policy in ``file``.
 
         Raises:
             PolicyError: The file cannot be read, a line is unknown, or its value is not allowed.
         """
-        if file is None or not file.exists():
-            return cls()
         try:
             values = tomllib.loads(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -141,11 +138,7 @@ class Policy:
                         raise _refusal("allow-modules", self.allow_modules, f"the run config names {key}={name[0]!r}")
         for key in BATCHES:
             if 0 < int(run_config.get(key, 0)) < self.min_samples:
-                raise _refusal(
-                    "min-samples",
-                    self.min_samples,
-                    f"the run config has {key}={run_config[key]}, so statistics would summarise fewer samples",
-                )
+                raise _refusal("min-samples", self.min_samples, f"statistics would summarise fewer, by {key}={run_config[key]}")
 
     def _check_installed(self, package: bytes, installed: Path) -> None:
         """Check that a package has the same files of fl-bn as the folder ``installed``."""
@@ -159,11 +152,8 @@ class Policy:
         mine = {PACKAGE + path.relative_to(installed).as_posix(): path for path in installed.rglob("*.py")}
         for name, content in sorted(sent.items()):
             if name not in mine or mine[name].read_bytes() != content:
-                raise _refusal(
-                    "allow-code",
-                    self.allow_code,
-                    f"the file {name} of the run differs from this site's: install the server's version of fl-bn here",
-                )
+                differs = f"the file {name} of the run differs from this site's: install the server's version of fl-bn here"
+                raise _refusal("allow-code", self.allow_code, differs)
 
     def check_reply(self, samples: int | None, counts: Mapping[str, int]) -> None:
         """Check whether a reply summarises enough samples.

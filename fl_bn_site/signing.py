@@ -81,11 +81,6 @@ class Signature:
     at: int
     nonce: str
 
-    @property
-    def until(self) -> int:
-        """Return when the signature expires, in seconds since 1970."""
-        return self.at + LASTS
-
 
 def read_submitter(name: str, line: str) -> Submitter:
     """Read a public key in OpenSSH's format, ``ssh-ed25519 AAAA...``.

@@ -16,7 +16,7 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 KINDS = {"arrays": ArrayRecord, "metrics": MetricRecord, "config": ConfigRecord}
-LARGEST_HEADER = 64 << 20  # bytes of JSON in a frame
+LARGEST_HEADER, LARGEST = 64 << 20, 16 << 30  # bytes of JSON in a frame, and of one of its parts
 LENGTH = struct.Struct(">Q")
 
 
@@ -46,19 +46,16 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[bytes]]:
     try:
         header = json.loads(_exactly(connection, length))
         sizes = header.pop("sizes")
-        if not all(type(size) is int and size >= 0 for size in sizes):
-            raise TypeError("a size is no number of bytes")
+        if not all(type(size) is int and 0 <= size <= LARGEST for size in sizes):
+            raise TypeError(f"a size is no number of bytes up to {LARGEST}")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise WireError(f"a header cannot be read: {error}") from error
     return header, [_exactly(connection, size) for size in sizes]
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    try:
-        data = bytearray(size)
-    except (MemoryError, OverflowError) as error:
-        raise WireError(f"an answer of {size} bytes does not fit into memory") from error
-    view, begin = memoryview(data), 0
+    data, begin = bytearray(size), 0
+    view = memoryview(data)
     while begin < size:
         got = connection.recv_into(view[begin:])
         if not got:

@@ -19,7 +19,8 @@ import pytest
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 from fl_bn_site import wire
-from fl_bn_site.answer import Answer, Site
+from fl_bn_site.answer import LATE, Answer, Site
+from fl_bn_site.gate import SECRET, write_command
 from fl_bn_site.packages import PackageError, Packages, files_of
 from tests.deployment.federation import wait_until
 from tests.deployment.inner import Package, check, hand_out, lines_in
@@ -78,17 +79,21 @@ class Gate:
         self.folder, self.apps = folder, apps
         self.site = Site(folder / "node", folder / "policy.toml", folder / "node/audit", folder / "packages", apps.place)
         self.site.home.mkdir()
+        self.policy("")
 
     def policy(self, text: str) -> None:
         hand_out([ALICE], self.folder)
-        self.site.policy.write_text(text)
+        self.site.policy.write_text(text if "allow-code" in text else f'allow-code = "any"\n{text}')
 
-    def ask(self, content: bytes, run: int = 5, app: str = "p/app", ttl: float = 600.0, **config: Any) -> Message:
-        """Ask as Flower's program does: it installs a package, loads an app by the server's names, and calls it."""
+    def ask(self, content: bytes, run: int = 5, app: str = "p/app", ttl: float = 600.0, asked: Any = (), **config: Any) -> Message:
+        """Ask as Flower's program does: it installs a package, loads an app by the server's names, and calls it.
+
+        ``asked`` has other fields of the message's metadata, as a server may choose them.
+        """
         answer = Answer(self.site)
         answer.install(content, flwr_dir="/nowhere", skip_prompt=True)
         message = Message(RecordDict({"arrays": ArrayRecord()}), 1, "train", ttl=ttl)
-        message.metadata.__dict__.update(_run_id=run, _message_id=message.object_id, _src_node_id=1)
+        message.metadata.__dict__.update({"_run_id": run, "_message_id": message.object_id, "_src_node_id": 1, **dict(asked)})
         given = {"rounds": 1, "run-signature": ""} | config
         self.context = Context(run, 7, {"state-dir": "/state"}, RecordDict(), given)
         return answer.loader("", app_path=None, multi_app=True)(app, "../../1", "0" * 64)(message=message, context=self.context)
@@ -202,6 +207,38 @@ def test_the_reason_of_a_death_or_of_an_error_is_the_reply_within_a_second(gate:
     reply = gate.ask(package(above="import nothing_of_this_name\n"))
     assert (reply.error.code, "nothing_of_this_name" in str(reply.error.reason)) == (1, True), "a server does not ask again"
     assert [line["decision"] for line in gate.lines()] == ["sent", *["failed"] * 5]
+
+
+def test_the_deadline_holds_whatever_an_app_does(gate: Gate) -> None:
+    """It hangs at its import, while a long message waits for it, or later. Then the next message is answered."""
+    for content, long in ((package(above="import time; time.sleep(600)\n"), 1 << 22), (package("import time; time.sleep(600)"), 1)):
+        begin = time.monotonic()
+        assert gate.ask(content, ttl=3.0, long="x" * long).error.reason == LATE
+        assert time.monotonic() - begin < 8.0
+        assert not gate.ask(package()).has_error()
+
+
+def test_what_leaves_has_a_line_that_can_be_read_whatever_was_sent(gate: Gate) -> None:
+    """Numbers and texts that Flower takes, and that no log should have."""
+    content = [
+        "'fl-bn/moments': ArrayRecord({'x.count': Array('float32', (1,), 'DATA OF A PATIENT', b'1234')})",
+        "'fl-bn/metrics': MetricRecord({'samples': 2**62})",
+        "'m': MetricRecord({'a': float('nan')})",
+    ]
+    bodies = [
+        f"from flwr.app import Array, ArrayRecord, MetricRecord; return Message(RecordDict({{{one}}}), reply_to=message)" for one in content
+    ]
+    for body in bodies:
+        gate.ask(package(body))
+    for asked in ({"_group_id": "9" * 5000}, {"_group_id": "9" * 20}, {"_message_id": "\n" * 9999}):
+        gate.ask(package(), asked=asked)
+    gate.ask(package(), **{"batch-size": "x"})
+    assert len(gate.lines()) == 7
+
+
+def test_a_context_of_another_run_is_refused(gate: Gate) -> None:
+    """Flower 1.42 keeps one context for a series of runs, which the server chooses."""
+    assert "the message is of run 6, and its context of run 5" in str(gate.ask(package(), asked={"_run_id": 6}).error.reason)
 
 
 def test_a_program_that_is_started_again_gives_up_its_messages(gate: Gate) -> None:
@@ -330,3 +367,13 @@ def test_no_text_of_the_server_is_a_path_and_nothing_of_a_package_lands_outside_
     for name in ("../up", "/root", "a/../../b", "..", "a\\b"):
         with pytest.raises(PackageError):
             files_of(package_of({name: "x"}))
+
+
+def test_flower_finds_no_other_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower 1.42 starts the program of the task that the server names."""
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    assert shutil.which("flower-superexec")  # control
+    write_command(tmp_path / "home")
+    found = [shutil.which(name) for name in ("flwr-clientapp", "flwr-serverapp", "flower-superexec", "python")]
+    assert found == [str(tmp_path / "home/bin/flwr-clientapp"), None, None, None]
+    assert os.stat(tmp_path / "home" / SECRET).st_mode & 0o777 == 0o600

@@ -19,16 +19,22 @@ RUN: dict[str, Any] = {"method": "hbn", "batch-size": 16, "hbn-stat-samples": 0,
 
 
 def policy(tmp_path: Path, text: str) -> Policy:
-    (tmp_path / "policy.toml").write_text(text)
+    (tmp_path / "policy.toml").write_text(text if "allow-code" in text or not text else f'allow-code = "any"\n{text}')
     return Policy.read(tmp_path / "policy.toml")
 
 
-def test_without_a_file_or_a_line_everything_is_allowed(tmp_path: Path) -> None:
-    for allowed in (Policy.read(None), Policy.read(tmp_path / "none.toml"), policy(tmp_path, "# nothing\n")):
-        assert allowed == Policy()
-        allowed.check_run({**RUN, "dataset": "own.module:load", "batch-size": 1})
-        assert allowed.check_package(b"no zip file", {}) is None
-        allowed.check_reply(1, {"a.count": 1})
+def test_a_missing_line_allows_everything_but_foreign_code_and_a_missing_or_empty_file_allows_nothing(tmp_path: Path) -> None:
+    """An editor that saves a file may empty or remove it for a moment."""
+    allowed = policy(tmp_path, 'allow-code = "any"\n')
+    allowed.check_run({**RUN, "dataset": "own.module:load", "batch-size": 1})
+    assert allowed.check_package(b"no zip file", {}) is None
+    allowed.check_reply(1, {"a.count": 1})
+    for refused in (lambda: Policy.read(tmp_path / "none.toml"), lambda: policy(tmp_path, "")):
+        with pytest.raises(PolicyError):
+            refused()
+    hand_out([Submitter("alice", bytes(32))], tmp_path)
+    with pytest.raises(NotAllowed):
+        policy(tmp_path, "").check_package(package_of({"app.py": ""}), {})
 
 
 def test_the_template_s_lines_can_be_set(tmp_path: Path) -> None:
@@ -107,4 +113,4 @@ def test_the_app_s_gate_gets_the_stricter_of_policy_and_node_config(tmp_path: Pa
     assert eight.limits({"device": "cpu"}) == {"device": "cpu", "min-samples": 8, "max-evaluations": 5, "max-unknown-rounds": 2}
     stricter = {"min-samples": 30, "max-evaluations": 3, "max-unknown-rounds": 0}
     assert eight.limits(stricter) == stricter
-    assert Policy().limits({"min-samples": 3}) == {"min-samples": 3}
+    assert policy(tmp_path, "# no line").limits({"min-samples": 3}) == {"min-samples": 3}
