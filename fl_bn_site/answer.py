@@ -142,7 +142,7 @@ class Answer:
         except NotSigned as error:
             raise NotAllowed(f"{policy.has_code()}, but {error}") from error
         except OSError as error:
-            raise NotAllowed(f"this site cannot write down that it accepted the run: {error}") from error
+            raise NotAllowed(f"this site cannot read what it needs, or write down that it accepted the run: {error}") from error
         return policy
 
     def _ask(self, policy: Policy, code: str, message: Message, context: Context, log: Callable[..., None]) -> tuple[Message, Any]:

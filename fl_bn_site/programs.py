@@ -65,7 +65,7 @@ def start(name: str, words: list[str], poll: float, listener: socket.socket) -> 
     """Fork a process that runs Flower's program ``name``.
 
     Args:
-        name: ``SUPERNODE`` or ``SUPEREXEC``. It is the name of the process, too, which ``ps`` shows.
+        name: ``SUPERNODE`` or ``SUPEREXEC``. ``ps`` shows its first 15 characters.
         words: The arguments of the program.
         poll: The longest pause between two requests of a SuperNode to the server while messages come, in seconds.
         listener: A socket of this process, which is closed in the other one.

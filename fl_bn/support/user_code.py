@@ -1,6 +1,6 @@
 """Find functions that a run config names as "package.module:function", in allowed modules only.
 
-A run config is sent without a signature to every machine that takes part. So it may
+A run config is sent to every machine that takes part, often unsigned. So it may
 only name functions of the app's own modules, whose code a client's site has
 accepted, and of those that the machine's owner allows. Every other name
 (``os:system``) is refused before anything is imported.
