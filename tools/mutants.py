@@ -12,14 +12,17 @@ cosmic-ray makes the change. No file changes: each mutant has a process of its o
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import random
 import re
 import resource
+import select
 import signal
-import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -190,6 +193,7 @@ def instead(paths: Iterable[str], code: Callable[[str], CodeType]) -> None:
 
 MUTANT = "FL_BN_MUTANT"  # variable of the environment with the mutant as JSON, on which this plug-in lets pytest run
 NEAREST = 8  # test files that are tried before all
+IMPORTED = ("torch", "flwr.app", "flwr.serverapp", "flwr.clientapp", "scipy.special", "sklearn.datasets", "hypothesis", "matplotlib.pyplot")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -203,24 +207,34 @@ def pytest_load_initial_conftests() -> None:
 def attempt(mutant: Mutant, files: Sequence[str], seconds: int) -> str:
     """Run the default tests in these files on a mutant, until one fails. Return its name, or "" if all pass.
 
-    ``seconds``: of the processor, for each process; other programs do not count.
+    ``seconds``: of the processor; other programs do not count. The process is forked from this one, which has imported what takes long.
     """
-
-    def bound() -> None:
+    for name in IMPORTED:
+        importlib.import_module(name)
+    output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the child writes into it, too)
+    if not (child := os.fork()):
+        os.setsid()
+        for standard in (1, 2):
+            os.dup2(output.fileno(), standard)
+        seconds += int(time.process_time())
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
-
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "tools.mutants", "-p", "no:cacheprovider", *files]
-    environment = {**os.environ, MUTANT: json.dumps(mutant._asdict())}
-    options: Any = {"capture_output": True, "text": True, "timeout": 10 * seconds, "preexec_fn": bound}
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, **options)
-    except subprocess.TimeoutExpired:
+        os.environ[MUTANT] = json.dumps(mutant._asdict())
+        quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plug-ins, which are imported here
+        code = pytest.main(["-x", "-q", "-rfE", "-n", "0", "-p", "tools.mutants", "-p", "no:cacheprovider", *quiet, *files])
+        sys.stdout.flush()
+        os._exit(code)
+    ends = select.poll()
+    ends.register(os.pidfd_open(child), select.POLLIN)
+    late = not ends.poll(10_000 * seconds)
+    with suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if late or code == -signal.SIGXCPU:
         return "timeout of the process"
-    if done.returncode == -signal.SIGXCPU:
-        return "timeout of the process"
-    named = re.search(r"(?m)^(?:FAILED|ERROR) (\S+)", done.stdout)
-    return "" if not done.returncode else named[1] if named else f"end of the process with {done.returncode}"
+    output.seek(0)
+    named = re.search(r"(?m)^(?:FAILED|ERROR) (\S+)", output.read())
+    return "" if not code else named[1] if named else f"end of the process with {code}"
 
 
 def nearest(path: str, function: str) -> list[str]:
