@@ -142,7 +142,7 @@ def serve(listener: socket.socket) -> None:
             former = [one for one in warm if one.policy != job.policy]
             oldest = list(warm)[:1] if job not in warm and len(warm) == WARM else []
             for other in former or oldest:
-                warm.pop(other).close()
+                warm.pop(other).close(signal.SIGKILL if other in former else 0)
             sockets = [listener, *(one.requests for one in warm.values())]  # which forked processes must not hold open
             if job not in warm:
                 warm[job] = WarmProcess(job, sockets, control, data)
@@ -206,11 +206,11 @@ class WarmProcess:
             self._usable = False
         return self._usable
 
-    def close(self) -> None:
-        """End the process. The processes that it has forked for messages keep running."""
+    def close(self, how: int = signal.SIGKILL) -> None:
+        """End the process by a signal, or by 0 after the requests that it has. Processes that it has forked for messages keep running."""
         self.requests.close()
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            signal.pidfd_send_signal(self._process, how)
         os.close(self._process)
 
 
