@@ -1,10 +1,12 @@
-"""Compare all methods in eleven regimes, each at its best learning rate of three: the map behind `fl-bn advise`.
+"""Compare all methods in eleven regimes, each at its best learning rate: the map behind `fl-bn advise`.
 
     python benchmarks/own_map.py --output benchmarks/results/map/cells.csv
 
-A cell is one run on the bundled digits. For every regime and method, the three rates are tried first, with a seed of
-their own, and scored on validation samples. These are a fifth of every client's training data, never test data. The
-best rate is then run with three other seeds on all training data, and tested on the test data.
+A cell is one run on the bundled digits. For every regime and method, the learning rates of ``START`` are tried first,
+with three seeds of their own, and scored on validation samples. These are a fifth of every client's training data,
+never test data. While the lowest or the highest rate tried is the best one, the next of ``RATES`` is tried, too. The
+best rate is then run with twelve other seeds on all training data, and tested on the test data. Last come the pilots,
+as `fl-bn advise --pilot` has them: plain BatchNorm and the three best methods, ten rounds at one rate, on validation samples.
 
 The file has one line per cell, written as soon as the cell is done. Cells that the file has are not run again.
 
@@ -18,8 +20,9 @@ import logging
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
-from itertools import product
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -28,7 +31,7 @@ from common import append
 SHIFTS = "none,invert,dark,noise,blur"
 COMMON: dict[str, Any] = {
     "dataset": "digits", "model": "digits-cnn-small", "clients": 10, "rounds": 30, "local-steps": 5, "batch-size": 32,
-    "evaluate-every": 15, "pictures": False,
+    "evaluate-every": 15, "pictures": False, "workers": 1,
 }  # fmt: skip
 SHIFTED = {"setup": "experiments.papers:Papers", "shifts": SHIFTS}
 MILD = {"partition": "dirichlet", "partition-parameter": 0.3}
@@ -45,22 +48,25 @@ REGIMES: dict[str, dict[str, Any]] = {
     "1 local step": {**MILD, "local-steps": 1},
     "20 local steps": {**MILD, "local-steps": 20},
 }
-METHODS = ("fedavg", "gn", "fbn", "fedbn", "silobn", "hbn", "fedtan", "fixbn")
-RATES = (0.02, 0.06, 0.2)
-RATE_SEED, SEEDS = 10, (0, 1, 2)
+METHODS = ("fedavg", "gn", "fedwon", "fbn", "fedbn", "silobn", "hbn", "fedtan", "fixbn")
+OWN = {"fedwon": {"clip": "adaptive", "clip-limit": 0.01}}  # run-config keys that a method needs: its paper trains with this clip
+RATES = (0.002, 0.006, 0.02, 0.06, 0.2, 0.6, 2.0)
+START = (0.06, 0.2, 0.6)
+RATE_SEEDS, SEEDS = (100, 101, 102), tuple(range(12))
 SHARE = 0.2  # share of every client's training samples held out for validation while rates are tried
-RATE, TEST = "rate", "test"
+RATE, TEST, PILOT = "rate", "test", "pilot"
+PILOT_ROUNDS, PILOT_RATE, PILOT_BEST = 10, 0.05, 3
 
 
 class Place(NamedTuple):
     """Identify one cell.
 
     Attributes:
-        phase: ``RATE``: a learning rate is tried on validation samples. ``TEST``: the best rate is tested.
+        phase: ``RATE``: a learning rate is tried on validation samples. ``TEST``: the best rate is tested. ``PILOT``: a pilot.
         regime: The name of the regime.
         method: The name of the method.
         seed: The seed.
-        rate: The learning rate; 0 if the best rate is not known yet.
+        rate: The learning rate.
     """
 
     phase: str
@@ -77,34 +83,49 @@ Accuracies = Mapping[Place, float]
 
 def keys(place: Place) -> dict[str, Any]:
     """Return the run-config keys of a cell."""
-    own: dict[str, Any] = {"method": place.method, "seed": place.seed, "learning-rate": place.rate}
-    if place.method == "hbn":
-        own["hbn-stat-samples"] = 0  # the default when the first cells ran
-    return {**COMMON, **REGIMES[place.regime], **own, "validation-share": SHARE if place.phase == RATE else 0.0}
+    own: dict[str, Any] = {"method": place.method, "seed": place.seed, "learning-rate": place.rate, **OWN.get(place.method, {})}
+    short = {"rounds": PILOT_ROUNDS} if place.phase == PILOT else {}
+    return {**COMMON, **REGIMES[place.regime], **own, **short, "validation-share": 0.0 if place.phase == TEST else SHARE}
 
 
-def cells(lines: Accuracies) -> Iterator[Place]:
-    """Yield every cell in the order in which the cells are run: with each regime and method the rates first.
+def accuracies(lines: Accuracies, phase: str, regime: str, method: str) -> dict[tuple[int, float], float]:
+    """Return (seed, learning rate) -> accuracy of the cells of a phase, a regime and a method; 0 where training diverged."""
+    return {
+        (place.seed, place.rate): 0.0 if math.isnan(value) else value
+        for place, value in lines.items()
+        if place[:3] == (phase, regime, method)
+    }
 
-    Args:
-        lines: The finished cells. The cells that test the best rate have the rate 0 until all rates were tried.
+
+def best_rate(lines: Accuracies, regime: str, method: str) -> tuple[float, bool]:
+    """Return the learning rate with the highest mean accuracy on validation samples, and whether it is at the edge of those tried.
+
+    Of several such rates, it is the lowest; 0 if none was tried.
     """
-    for regime, method in product(REGIMES, METHODS):
-        yield from (Place(RATE, regime, method, RATE_SEED, rate) for rate in RATES)
-        yield from (Place(TEST, regime, method, seed, best_rate(lines, regime, method)) for seed in SEEDS)
+    found: dict[float, list[float]] = {}
+    for (_, rate), value in sorted(accuracies(lines, RATE, regime, method).items()):
+        found.setdefault(rate, []).append(value)
+    best = max(sorted(found), key=lambda rate: fmean(found[rate]), default=0.0)
+    return best, best in (min(found, default=0.0), max(found, default=0.0))
 
 
-def best_rate(lines: Accuracies, regime: str, method: str) -> float:
-    """Return the learning rate with the highest accuracy on validation samples; the lowest such rate if several are equal.
+def missing(lines: Accuracies, regime: str, method: str) -> list[Place]:
+    """Return the cells of a regime and a method that are to be run next; none if all are done."""
+    tried = sorted({*START, *(rate for _, rate in accuracies(lines, RATE, regime, method))})
+    best, _ = best_rate(lines, regime, method)
+    below, above = RATES[: RATES.index(tried[0])][-1:], RATES[RATES.index(tried[-1]) + 1 :][:1]
+    for rates in (tried, below if best == tried[0] else above if best == tried[-1] else ()):
+        if cells := [place for rate in rates for seed in RATE_SEEDS if (place := Place(RATE, regime, method, seed, rate)) not in lines]:
+            return cells
+    return [place for seed in SEEDS if (place := Place(TEST, regime, method, seed, best)) not in lines]
 
-    Returns:
-        The rate; 0 if one of the rates was not tried yet.
-    """
-    tried = {rate: lines.get(Place(RATE, regime, method, RATE_SEED, rate)) for rate in RATES}
-    found = {rate: accuracy for rate, accuracy in tried.items() if accuracy is not None}
-    if len(found) < len(RATES):
-        return 0.0
-    return max(found, key=lambda rate: -math.inf if math.isnan(found[rate]) else found[rate])
+
+def missing_pilots(lines: Accuracies, regime: str) -> list[Place]:
+    """Return the pilots of a regime that are to be run, once all its methods were tested."""
+    tested = {method: fmean(accuracies(lines, TEST, regime, method).values()) for method in METHODS}
+    methods = (METHODS[0], *sorted(METHODS[1:], key=lambda method: -tested[method])[:PILOT_BEST])
+    places = [Place(PILOT, regime, method, seed, PILOT_RATE) for method in methods for seed in RATE_SEEDS]
+    return [place for place in places if place not in lines]
 
 
 def run(place: Place) -> float:
@@ -136,15 +157,19 @@ def read(path: Path) -> dict[Place, float]:
 
 def main(
     output: Annotated[Path, typer.Option(help="CSV file of the results; missing cells are run and appended")],
+    regime: Annotated[list[str] | None, typer.Option(help="a regime to run, may be given several times; all without it")] = None,
 ) -> None:
     """Run the cells that ``--output`` lacks."""
     lines = read(output)
 
     def rows() -> Iterator[dict[str, Any]]:
-        for place in cells(lines):  # lazily, so that the tests use the rates tried meanwhile
-            if place not in lines:
-                lines[place] = run(place)
-                yield {**place._asdict(), "accuracy": lines[place]}
+        for name in regime or REGIMES:
+            steps = [*(partial(missing, lines, name, method) for method in METHODS), partial(missing_pilots, lines, name)]
+            for step in steps:
+                while places := step():
+                    for place in places:
+                        lines[place] = run(place)
+                        yield {**place._asdict(), "accuracy": lines[place]}
 
     append(output, rows(), FIELDS)
 

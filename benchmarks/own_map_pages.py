@@ -9,21 +9,21 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 import numpy as np
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 sys.path.insert(0, str(Path(__file__).parent))
-from own_map import COMMON, METHODS, REGIMES, SEEDS, TEST, Accuracies, Place, best_rate, keys, read
+import own_map
+from own_map import COMMON, METHODS, PILOT, RATE_SEEDS, REGIMES, SEEDS, TEST, Accuracies, Place, accuracies, best_rate, keys, read
 
 from experiments.marks import replaced
 from experiments.pictures import draw_map
 from fl_bn.app.advise import regimes
 from fl_bn.app.advise.measure import Measured, measure
-from fl_bn.app.advise.regimes import BASELINE, Regime, finite
+from fl_bn.app.advise.regimes import BASELINE, MATTERS, Regime
 from fl_bn.app.config import RunConfig
 from fl_bn.support import durable
 
@@ -55,14 +55,13 @@ ROWS = {
 }  # fmt: skip
 """The user's problem -> the regimes that it covers, each with a word for the table."""
 PAGES = {
-    "fedavg": "others.md#fedavg-with-batchnorm", "gn": "others.md#group-layer-and-instance-normalisation", "fixbn": "fixbn.md",
-    "fedbn": "fedbn.md", "silobn": "fedbn.md#silobn-the-variant-with-shared-scale-and-shift", "hbn": "hbn.md", "fbn": "fbn.md",
-    "fedtan": "fedtan.md",
+    "fedavg": "others.md#fedavg-with-batchnorm", "gn": "others.md#group-layer-and-instance-normalisation",
+    "fedwon": "others.md#networks-without-normalisation", "fixbn": "fixbn.md", "fedbn": "fedbn.md",
+    "silobn": "fedbn.md#silobn-the-variant-with-shared-scale-and-shift", "hbn": "hbn.md", "fbn": "fbn.md", "fedtan": "fedtan.md",
 }  # fmt: skip
 WHERE = {ROOT / "README.md": "docs/methods/", ROOT / "docs" / "methods" / "choosing.md": ""}
 """Page with a table -> the folder of the methods' pages, relative to that page."""
 MARK = "map"
-ONE_SEED = 10.0  # the difference in points that separates two methods where there is one seed
 COLOURED = 20.0  # points; larger differences have the colour of this one
 
 
@@ -75,47 +74,19 @@ def regimes_of(lines: Accuracies, measured: Mapping[str, Measured]) -> list[Regi
     """
     found = []
     for name in REGIMES:
-        runs = {method: {seed: _of(lines, name, method, seed) for seed in SEEDS} for method in METHODS}
-        there = {method: {seed: value for seed, value in by_seed.items() if value is not None} for method, by_seed in runs.items()}
-        rates = {method: rate for method in METHODS if (rate := best_rate(lines, name, method))}
-        regime = Regime(name, PROBLEMS[name], measured[name], there, rates, separable(there))
-        if BASELINE in regime.methods and len(regime.methods) > 1:
-            found.append(regime)
+        tested = {method: accuracies(lines, TEST, name, method) for method in METHODS}
+        runs = {method: {seed: value for (seed, _), value in sorted(cells.items())} for method, cells in tested.items() if cells}
+        if BASELINE in runs and len(runs) > 1:
+            rates = {method: best_rate(lines, name, method)[0] for method in runs}
+            margins = {method: margin(runs[method], runs[BASELINE]) for method in runs if method != BASELINE}
+            found.append(Regime(name, PROBLEMS[name], measured[name], runs, rates, margins))
     return found
 
 
-def separable(accuracies: Mapping[str, Mapping[int, float]]) -> float:
-    """Return the smallest difference, in points, that separates two methods with 95 % confidence.
-
-    It is Fisher's least significant difference, from an analysis of variance of methods and seeds, over the seeds that
-    all methods have. With one seed or one method there is no estimate, so the value is ``ONE_SEED``.
-    """
-    methods = [name for name, runs in accuracies.items() if runs]
-    seeds = sorted(set.intersection(*(set(accuracies[name]) for name in methods))) if methods else []
-    freedom = (len(methods) - 1) * (len(seeds) - 1)
-    if min(len(methods), len(seeds)) < 2:
-        return ONE_SEED
-    values = {(name, seed): finite(accuracies[name][seed]) for name, seed in product(methods, seeds)}
-    whole = fmean(values.values())
-    by_method = {name: fmean(values[name, seed] for seed in seeds) for name in methods}
-    by_seed = {seed: fmean(values[name, seed] for name in methods) for seed in seeds}
-    residual = sum((values[name, seed] - by_method[name] - by_seed[seed] + whole) ** 2 for name, seed in values)
-    return float(stdtrit(freedom, 0.975)) * math.sqrt(2 * residual / freedom / len(seeds))
-
-
-def level(regime: Regime, method: str) -> list[str]:
-    """Return ``method`` and all methods whose accuracy does not differ significantly from that of ``method``."""
-    return [method, *(name for name in regime.methods if name != method and abs(regime.above(method, name)) < regime.separable)]
-
-
-def seeds_of(regime: Regime) -> list[int]:
-    """Return the seeds with which every method was run."""
-    return sorted(set.intersection(*(set(regime.accuracies[name]) for name in regime.methods)))
-
-
-def _of(lines: Accuracies, regime: str, method: str, seed: int) -> float | None:
-    accuracy = lines.get(Place(TEST, regime, method, seed, best_rate(lines, regime, method)))
-    return 0.0 if accuracy is not None and math.isnan(accuracy) else accuracy
+def margin(mine: Mapping[int, float], theirs: Mapping[int, float]) -> float:
+    """Return half of the width of the 95 % confidence interval of two methods' difference, paired by seed."""
+    differences = [mine[seed] - theirs[seed] for seed in mine]
+    return float(stdtrit(len(differences) - 1, 0.975)) * stdev(differences) / math.sqrt(len(differences))
 
 
 def measured_regimes() -> dict[str, Measured]:
@@ -139,26 +110,29 @@ def recommendation(found: Sequence[Regime], folder: str) -> str:
         if advice:
             said = [f"{', '.join(which)}: {text}" if len(words) > 1 else text for text, which in advice.items()]
             lines.append(f"| {problem} | {'; '.join(said)} |")
-    return "\n".join([*lines, "", *_read(found, folder)]) + "\n"
+    return "\n".join([*lines, "", *_read(found)]) + "\n"
 
 
 def _advice(regime: Regime, folder: str) -> str:
     """Return the best method of a regime with what is as good; FedAvg where nothing is ahead of it for sure."""
-    best = regime.methods[0]
-    equals = level(regime, best)
-    one = "one seed, " if len(seeds_of(regime)) == 1 else ""
-    if BASELINE in equals:
-        return f"{one}{_link(BASELINE, folder)}, gains are within chance"
-    others = ", ".join(_link(name, folder) for name in equals if name != best)
-    return f"{one}{_link(best, folder)} ({regime.above(best):+.1f}){f', as good: {others}' if others else ''}"
+    best, *others = regime.methods
+    if best == BASELINE or regime.above(best) < max(MATTERS, regime.margins[best]):
+        return f"{_link(BASELINE, folder)}, gains are within chance or {MATTERS:g} points"
+    equals = ", ".join(_link(name, folder) for name in others if regime.above(best, name) < MATTERS)
+    return f"{_link(best, folder)} ({regime.above(best):+.1f}){f', as good: {equals}' if equals else ''}"
 
 
-def _read(found: Sequence[Regime], folder: str) -> list[str]:
-    """Return the sentences below the table: how many rounds, seeds, methods and rates were run, and what is older."""
-    seeds = max(len(seeds_of(regime)) for regime in found)
+def _read(found: Sequence[Regime]) -> list[str]:
+    """Return the sentences below the table: how many rounds, seeds, methods and rates were run."""
+    seeds: dict[int, list[str]] = {}
+    for regime in found:
+        seeds.setdefault(len(regime.accuracies[BASELINE]), []).append(regime.name)
+    most, *fewer = sorted(seeds, reverse=True)
+    older = "".join(f" ({', '.join(seeds[n])}: {n})" for n in fewer)
+    methods = max(len(regime.methods) for regime in found)
     return [
-        f"Bundled digits, {COMMON['rounds']} rounds, {seeds} seeds, {len(METHODS)} methods, each at the best of three rates. "
-        f"`fixbn` has a [newer default]({folder}fixbn.md#the-learning-rate-after-the-freeze), which learns more.",
+        f"Bundled digits, {COMMON['rounds']} rounds, {most} seeds{older}, {methods} methods, each at the best learning rate. "
+        f"As good: less than {MATTERS:g} points behind.",
     ]
 
 
@@ -167,39 +141,49 @@ def _link(name: str, folder: str) -> str:
 
 
 def table(found: Sequence[Regime], lines: Accuracies) -> str:
-    """Return as Markdown every method's accuracy, standard deviation and best rate in each regime."""
+    """Return as Markdown every method's accuracy, best rate and difference to plain BatchNorm in each regime, and the pilots."""
     failed = [place for place, accuracy in lines.items() if place.phase == TEST and math.isnan(accuracy)]
     ended = sorted({f"{place.method} with {place.regime}" for place in failed})
     early = f"A run that ended early, because training diverged, counts as 0: there are some of {', '.join(ended)}. " if ended else ""
+    edges = [best_rate(lines, regime.name, method)[1] for regime in found for method in regime.accuracies]
     said = [
         "# The map",
         "",
         f"Bundled digits, {COMMON['rounds']} rounds, ten clients, 5 local steps, batches of {COMMON['batch-size']}, unless the regime says "
         "otherwise. In each cell: test accuracy after the last round (%, mean, and standard deviation over seeds); the learning rate, the "
-        "best of three on validation samples. *Separable*: the least difference that tells two methods apart (95 %, analysis of variance "
-        f"of methods and seeds; 10 points with one seed). {early}Made by `benchmarks/own_map.py` and `benchmarks/own_map_pages.py`.",
+        "best on validation samples; points above plain BatchNorm, with half of the 95 % interval (paired by seed). "
+        f"{sum(edges)} of {len(edges)} rates are the lowest or the highest that was tried. *Pilot*: by how many points the method that "
+        f"`fl-bn advise --pilot` chooses in {own_map.PILOT_ROUNDS} rounds, of plain BatchNorm and the {own_map.PILOT_BEST} best, is behind "
+        f"the best of the row, mean over {len(RATE_SEEDS)} pilots. {early}Made by `benchmarks/own_map.py` and `own_map_pages.py`.",
         "",
-        f"| regime | {' | '.join(METHODS)} | separable |",
-        "|---|" + "---:|" * (len(METHODS) + 1),
+        f"| regime | seeds | {' | '.join(METHODS)} | pilot |",
+        "|---|---:|" + "---:|" * (len(METHODS) + 1),
     ]
     for regime in found:
         values = " | ".join(_shown(regime, method) for method in METHODS)
-        said.append(f"| {regime.name} | {values} | {regime.separable:.1f} |")
+        said.append(f"| {regime.name} | {len(regime.accuracies[BASELINE])} | {values} | {_pilot(regime, lines)} |")
     return "\n".join(said) + "\n"
 
 
 def _shown(regime: Regime, method: str) -> str:
-    runs = list(regime.accuracies[method].values())
+    runs = list(regime.accuracies.get(method, {}).values())
     if not runs:
         return "-"
-    spread = f" ({np.std(runs, ddof=1):.1f})" if len(runs) > 1 else ""
-    return f"{np.mean(runs):.1f}{spread}; {regime.rates[method]:g}"
+    above = f"; {regime.above(method):+.1f} ± {regime.margins[method]:.1f}" if method in regime.margins else ""
+    return f"{np.mean(runs):.1f} ({np.std(runs, ddof=1):.1f}); {regime.rates[method]:g}{above}"
+
+
+def _pilot(regime: Regime, lines: Accuracies) -> str:
+    """Return how far the methods that pilots choose are behind the best one in points, the mean over pilots; a dash without pilots."""
+    by_method = {method: accuracies(lines, PILOT, regime.name, method) for method in regime.methods}
+    chosen = [max(by_method, key=lambda name: by_method[name].get((seed, own_map.PILOT_RATE), -1.0)) for seed in RATE_SEEDS]
+    return f"{fmean(regime.above(regime.methods[0], name) for name in chosen):.1f}" if any(by_method.values()) else "-"
 
 
 def draw(found: Sequence[Regime], path: Path) -> None:
     """Draw a heat map: by how many points each method is above plain BatchNorm (rows) in each regime (columns)."""
     methods = [name for name in METHODS if name != BASELINE]
-    values = np.array([[regime.above(name) for regime in found] for name in methods])
+    values = np.array([[regime.above(name) if name in regime.rates else math.nan for regime in found] for name in methods])
     columns = [f"{regime.name} ({regime.mean(BASELINE):.0f})" for regime in found]
     x, bar = "regime (accuracy of plain BatchNorm, %)", "points above plain BatchNorm"
     figure = draw_map(values, columns, methods, x, "", bar, limit=COLOURED)

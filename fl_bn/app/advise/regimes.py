@@ -7,12 +7,10 @@ its runs.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +19,7 @@ from fl_bn.app.advise.measure import Measured
 
 FILE = Path(__file__).with_name("map.json")
 BASELINE = "fedavg"  # plain BatchNorm
+MATTERS = 2.0  # points; nobody should choose a method for less
 HALF_SHIFT = 0.1  # the feature shift, in nats per channel, that the scale from 0 (none) to 1 (infinite) places at 0.5
 WEIGHTS = np.array([2.0, 2.0, 1.0, 1.0, 1.0])  # of label skew, feature shift, batch size, participation, local steps
 
@@ -34,8 +33,8 @@ class Regime:
         accuracies: Method -> seed -> accuracy in percent after the last round.
         rates: Method -> the learning rate of its runs, the best on validation
             samples.
-        separable: The smallest difference, in points, that separates two methods
-            with 95 % confidence.
+        margins: Method -> half of the width of the 95 % confidence interval of its
+            difference to plain BatchNorm, in points.
     """
 
     name: str
@@ -43,7 +42,7 @@ class Regime:
     measured: Measured
     accuracies: Mapping[str, Mapping[int, float]]
     rates: Mapping[str, float]
-    separable: float
+    margins: Mapping[str, float]
 
     @property
     def methods(self) -> list[str]:
@@ -51,21 +50,22 @@ class Regime:
         return sorted((name for name, runs in self.accuracies.items() if runs), key=lambda name: -self.mean(name))
 
     def mean(self, method: str) -> float:
-        """Return a method's mean accuracy in percent. A run that was not finite counts as 0."""
-        return fmean(finite(value) for value in self.accuracies[method].values())
+        """Return a method's mean accuracy in percent. A run whose training diverged counts as 0."""
+        return fmean(self.accuracies[method].values())
 
     def above(self, method: str, other: str = BASELINE) -> float:
-        """Return the difference of two methods' accuracies in points, over the seeds of both, or NaN."""
-        mine, theirs = (self.accuracies.get(name, {}) for name in (method, other))
-        both = [finite(mine[seed]) - finite(theirs[seed]) for seed in mine if seed in theirs]
-        return fmean(both) if both else math.nan
+        """Return the difference of two methods' mean accuracies in points."""
+        return self.mean(method) - self.mean(other)
 
     def gain(self, method: str) -> str:
-        """Return a method's difference to plain BatchNorm in words, and whether it may be chance."""
+        """Return a method's difference to plain BatchNorm with its interval, and whether that may be chance or hardly matters."""
         if method == BASELINE:
             return "plain BatchNorm"
-        above = self.above(method)
-        return f"{above:+.1f}" if abs(above) >= self.separable else f"{above:+.1f}, within chance"
+        above, margin = self.above(method), self.margins[method]
+        said = f"{above:+.1f} ({above - margin:+.1f} to {above + margin:+.1f})"
+        if abs(above) + margin < MATTERS:
+            return f"{said}, less than {MATTERS:g} points"
+        return f"{said}, may be chance" if abs(above) <= margin else said
 
 
 def load(file: Path = FILE) -> list[Regime]:
@@ -102,8 +102,3 @@ def nearest(measured: Measured, regimes: Sequence[Regime]) -> Regime:
     span = np.ptp(there, axis=0)
     apart = WEIGHTS * (position(measured) - there) / np.where(span > 0, span, 1.0)
     return regimes[int(np.square(apart).sum(1).argmin())]
-
-
-def finite(value: Any) -> float:
-    """Return an accuracy as a number; 0 if the run did not stay finite."""
-    return float(value) if value is not None and math.isfinite(value) else 0.0
