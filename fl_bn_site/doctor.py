@@ -106,8 +106,6 @@ def _running(folder: Path) -> bool:
     try:
         with (folder / LOCK).open() as lock:
             hold(lock, shared=True)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:  # no such file: nothing runs
+        return isinstance(error, BlockingIOError)
     return False

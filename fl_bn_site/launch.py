@@ -6,15 +6,16 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 from fl_bn.support.flower_config import Scalar
-from fl_bn_site.control import Control, ControlError, nodes_of
+from fl_bn_site.control import Control, ControlError, Node, nodes_of
 from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.submitters import Package
 
-PATIENCE = 5.0  # seconds that a site has to come online before a run starts
+PATIENCE = 3.0  # seconds from a run's submission that a site has to come online
 WAITS = {"wait-timeout", "clients-at-start"}  # run-config keys with which a run waits for sites
 FREE_DISK = 32  # MiB that must be free on the disks of the state and of temporary files before a run starts
 CHECKPOINT_EVERY = 5  # rounds between checkpoints, from which fl-bn resume goes on, unless the run config has the key
@@ -77,12 +78,16 @@ def with_sites(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, S
     return config
 
 
-def present(config: Mapping[str, Scalar], control: Control, waits: bool, say: Callable[[str], None]) -> dict[str, Scalar]:
+def present(
+    config: Mapping[str, Scalar], control: Control, first: Future[dict[int, Node]], end: float, waits: bool, say: Callable[[str], None]
+) -> dict[str, Scalar]:
     """Return the whole run config of a new run, without the sites that are offline if ``min-sites`` others are online.
 
     Args:
         config: The whole run config, as ``with_sites`` returns it.
         control: The SuperLink.
+        first: The SuperLink's nodes, which were asked for already.
+        end: Until when sites may come online, by ``time.monotonic``.
         waits: Whether the run waits for sites that are offline, where it needs them.
         say: Called with a line for each site that is offline.
 
@@ -91,10 +96,11 @@ def present(config: Mapping[str, Scalar], control: Control, waits: bool, say: Ca
     """
     names, ids = (str(config.get(key) or "").split(",") for key in ("client-names", "client-nodes"))
     nodes = {name: node for name, node in zip(names, ids, strict=False) if name}
-    away, end = list(nodes), time.monotonic() + PATIENCE
-    while away and time.monotonic() < end:
-        online = {str(node.id) for node in control.nodes().values() if node.online}
-        away = [name for name, node in nodes.items() if node not in online]
+    seen = first.result()
+    while (
+        away := [name for name, node in nodes.items() if int(node) not in seen or not seen[int(node)].online]
+    ) and time.monotonic() < end:
+        seen = control.nodes()
     here = {name: node for name, node in nodes.items() if name not in away}
     enough = 0 < int(config.get("min-sites") or 0) <= len(here)
     for name in away:
@@ -133,7 +139,8 @@ def launch(
         ControlError: The SuperLink does not answer or refuses the run, or the machine lacks what the run needs.
         FolderError: A site of the run is not in server.toml any more.
     """
-    with _one_at_a_time(server):
+    with _one_at_a_time(server), ThreadPoolExecutor() as pool:
+        end, nodes = time.monotonic() + PATIENCE, pool.submit(control.nodes)  # beside the runs: on 1.42 each answer takes seconds
         runs = control.runs()
         values, resumes = dict(given), str(given.get("resume") or "")
         if resumes:
@@ -150,7 +157,7 @@ def launch(
         values |= package.signed(complete_config(server, values))
         config = with_sites(server, values)
         if not resumes:
-            config = present(config, control, package.own or bool(given.keys() & WAITS), say)
+            config = present(config, control, nodes, end, package.own or bool(given.keys() & WAITS), say)
         run = control.start_run(package.content, package.known(config))
     return resumes or str(values["name"]), run, str(config.get("client-names") or "")
 

@@ -110,9 +110,8 @@ def _find(server: ServerFolder, name: str, control: Control) -> Submitted:
         NoSuchRun: No run has this name or id. The message names the last runs.
     """
     runs = control.runs()
-    for run in runs:
-        if name and name in (str(run.id), run.name):
-            return run
+    if found := next((run for run in runs if name and name in (str(run.id), run.name)), None):
+        return found
     known = ", ".join(dict.fromkeys(run.name for run in runs[:5] if run.name))
     shown = f"`fl-bn status {server.path} --all` shows all"
     raise NoSuchRun(f"no run of {server.path} is called {name}; the last runs are {known or 'none'} ({shown})")

@@ -25,7 +25,6 @@ import runpy
 import threading
 import time
 from collections.abc import Callable
-from functools import wraps
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,6 @@ def one_at_a_time(kind: Any) -> None:
     alone = threading.RLock()
 
     def locked(change: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(change)
         def wait(*args: Any, **kwargs: Any) -> Any:
             with alone:
                 return change(*args, **kwargs)
