@@ -25,6 +25,7 @@ from fl_bn_site.signing import Accepted, NotSigned
 
 OURS = "fl-bn/fl-bn"  # the id of fl-bn's own app
 UNLOADABLE, RAISED, DIED = 1, 2, 8  # Flower's error codes
+LONGEST = 7 * 86400.0  # seconds that an app may work on a message, whatever deadline the server sets
 ABSENT = 15.0  # seconds for which the gate looks for the program that runs the apps
 NOBODY = f"the program that runs its ClientApps does not answer for {ABSENT:.0f} s: read the output of `fl-bn start` there"
 RESTARTED = "the program that runs its ClientApps was restarted while it worked on the message"
@@ -167,8 +168,9 @@ class Answer:
         told = hashlib.sha256(repr(policy).encode()).hexdigest()
         folder = "" if policy.allow_code == INSTALLED else str(Packages(self.site.packages).unpack(self.package, told))
         with connect(self.site.apps, Job(code if folder else "", folder, told, policy.memory())) as (control, data):
-            end = time.monotonic() + message.metadata.ttl
-            deadline = threading.Timer(message.metadata.ttl, data.shutdown, (socket.SHUT_RDWR,))
+            seconds = min(LONGEST, message.metadata.ttl)
+            end = time.monotonic() + seconds
+            deadline = threading.Timer(seconds, data.shutdown, (socket.SHUT_RDWR,))
             deadline.start()
             try:
                 wire.send_message(data, message, context)
@@ -200,7 +202,7 @@ def _read(message: Message, policy: Policy, header: Mapping[str, Any], blobs: li
 
 
 def _error(message: Message, reason: str, code: int) -> Message:
-    return Message(Error(code=code, reason=reason), reply_to=message)
+    return Message(Error(code=code, reason=leaving.text(reason)), reply_to=message)  # as the log has it
 
 
 @contextmanager

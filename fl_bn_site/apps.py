@@ -201,7 +201,7 @@ class WarmProcess:
         """Pass a request and its two sockets to the process. Return False if the process has ended."""
         try:
             if self._usable:
-                socket.send_fds(self.requests, [request], list(descriptors))
+                socket.send_fds(self.requests, [request], list(descriptors), socket.MSG_DONTWAIT)  # an app may not read
         except OSError:
             self._usable = False
         return self._usable

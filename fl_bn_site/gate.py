@@ -20,6 +20,7 @@ import os
 import runpy
 import secrets
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -144,6 +145,7 @@ def main() -> None:
     site, poll, arguments = options(sys.argv[1:])
     listener = listen(site.home / SOCKET)
     write_command(site.home)
+    shutil.rmtree(site.home / "flower/supernode/ffs", ignore_errors=True)  # Flower keeps each package that a server has sent
     run = flowers_program(Answer(site))
     gc.freeze()  # the pages of what is imported stay shared with the forked processes
     programs = [start(name, words, poll, listener) for name, words in arguments.items()]

@@ -21,6 +21,7 @@ MASKED = "masked_params"
 OTHER = "other"  # the section of all content that the server's report does not list
 LONGEST, MOST = 80, 50  # limits of the log: the characters of a section's name, and the sections of an answer
 NUMBER = 8  # bytes that a number counts
+NUMPYS = 192  # the most bytes of the header that NumPy writes before an array of a network
 LONGEST_TEXT = 500  # characters of a reason or a name in the log
 Sections = dict[str, dict[str, int]]
 
@@ -40,18 +41,21 @@ def sections_of(kind: str, content: Any) -> Sections:
 
     arrays = {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
     metrics = {name: record for name, record in content.items() if isinstance(record, MetricRecord)}
-    configs = {name: record for name, record in content.items() if isinstance(record, ConfigRecord) and name != HEADER}
+    configs = {name: record for name, record in content.items() if isinstance(record, ConfigRecord)}
     found: Sections = {}
     if kind == "evaluate":
         _evaluation(found, metrics)
-    else:
-        _arrays(found, arrays, metrics.get(METRICS, {}))
-        if any(name.startswith(OURS) for name in arrays):
-            _metrics(found, metrics)
+    elif any(name.startswith(OURS) for name in arrays):
+        _metrics(found, arrays, metrics)
+    counted = sum(of["bytes"] for of in found.values())
+    _add(found, OTHER, 0, max(0, sum(size(value) for record in metrics.values() for value in record.values()) - counted))
+    _arrays(found, arrays, metrics.get(METRICS, {}))
     _configs(found, configs)
-    _rest(found, metrics)
-    names = [name for name, of in found.items() if of["tensors"] or of["bytes"]]
-    return {name[:LONGEST]: found[name] for name in names[:MOST]} | _together(found, names[MOST:])
+    full, named = [(name, of) for name, of in found.items() if of["tensors"] or of["bytes"]], dict[str, dict[str, int]]()
+    for number, (name, of) in enumerate(full):
+        shown = str(text(name))[:LONGEST] if number < MOST else f"{len(full) - MOST} more"
+        _add(named, shown, of["tensors"], of["bytes"], of.get("samples", 0))
+    return named
 
 
 def about(message: Any, run_config: Mapping[str, Any], code: str) -> dict[str, Any]:
@@ -112,9 +116,9 @@ def exchanged(asked: str, section: str, nbytes: int, samples: int) -> dict[str, 
         samples: The batch size that the client announced when it joined the exchange. It is logged only where ``asked``
             is ``train``. For other messages the announced number is not a number of samples.
     """
-    samples = samples if asked == "train" else 0
-    of = {"tensors": 1, "bytes": nbytes} | ({"samples": samples} if samples else {})
-    return {"message": "exchange", **totals_of({section[:LONGEST]: of}), "message-bytes": nbytes, "decision": "sent", "reason": ""}
+    of = {"tensors": 1, "bytes": nbytes} | ({"samples": samples} if samples and asked == "train" else {})
+    totals = totals_of({str(text(section))[:LONGEST]: of})
+    return {"message": "exchange", **totals, "message-bytes": nbytes, "decision": "sent", "reason": ""}
 
 
 def totals_of(sections: Sections) -> dict[str, Any]:
@@ -153,7 +157,8 @@ def data_of(array: Any) -> int:
 
 def values_in(data: bytes) -> int:
     """Return the number of bytes of the array in ``data``. If ``data`` is in NumPy's file format, its header does not count."""
-    return len(data) - (10 + int.from_bytes(data[8:10], "little")) if data[:6] == b"\x93NUMPY" else len(data)
+    header = 10 + int.from_bytes(data[8:10], "little")
+    return len(data) - header if data[:6] == b"\x93NUMPY" and header <= min(len(data), NUMPYS) else len(data)
 
 
 def size(value: Any) -> int:
@@ -186,13 +191,12 @@ def _arrays(found: Sections, arrays: Mapping[str, Any], metrics: Mapping[str, An
         _add(found, section, len(record), sum(map(data_of, record.values())), behind)
 
 
-def _metrics(found: Sections, metrics: Mapping[str, Any]) -> None:
+def _metrics(found: Sections, arrays: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
     """Count the metrics of an answer that has arrays, as the server's report does.
 
-    Where the answer is part of a layer-wise exchange (section ``exchange``), the report counts no metrics, and neither does
-    this function.
+    Where the answer is part of a layer-wise exchange, the report counts no metrics, and neither does this function.
     """
-    if "exchange" in found:
+    if f"{OURS}exchange" in arrays:
         return
     ours = metrics.get(METRICS, {})
     for name in metrics.keys() - {METRICS}:
@@ -218,23 +222,6 @@ def _configs(found: Sections, configs: Mapping[str, Any]) -> None:
                 _add(found, OTHER, 0, sum(map(values_in, value[:-1])))
             else:
                 _add(found, OTHER, 0, size(value))
-
-
-def _rest(found: Sections, metrics: Mapping[str, Any]) -> None:
-    """Add the bytes of the metrics that no other section counts to the section ``other`` of ``found``.
-
-    Such metrics are, for example, the counts in an evaluation, in a secure sum, and in the reply of a client that took no
-    part in the round; and all metrics of an answer that is part of a layer-wise exchange.
-    """
-    counted = sum(found[name]["bytes"] for name in ("metrics", "own metrics", "evaluation") if name in found)
-    _add(found, OTHER, 0, max(0, sum(size(value) for record in metrics.values() for value in record.values()) - counted))
-
-
-def _together(found: Sections, names: list[str]) -> Sections:
-    rest: Sections = {}
-    for name in names:
-        _add(rest, f"{len(names)} more", found[name]["tensors"], found[name]["bytes"], found[name].get("samples", 0))
-    return rest
 
 
 def _together_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 from fl_bn_site import signing
 from fl_bn_site.packages import PackageError, files_of
 
-FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")  # package.module:function
+FUNCTION = re.compile(r"(?<![\w.])[\w.]+:[^\W\d]\w*")  # package.module:function, found in linear time
 SIGNED, INSTALLED, ANY = "signed", "installed", "any"
 CODE = (SIGNED, INSTALLED, ANY)
 SUBMITTERS = "submitters"  # the folder beside the policy with the public keys of those who sign runs

@@ -54,13 +54,11 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[bytes]]:
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    data, begin = bytearray(size), 0
-    view = memoryview(data)
-    while begin < size:
-        got = connection.recv_into(view[begin:])
-        if not got:
+    data = bytearray()  # it grows with what comes: an announced size is only a number
+    while len(data) < size:
+        if not (part := connection.recv(min(size - len(data), 1 << 20))):
             raise EOFError
-        begin += got
+        data += part
     return bytes(data)
 
 
@@ -119,7 +117,7 @@ def records_of(described: Any, blobs: list[bytes]) -> RecordDict:
 
     def array(dtype: str, shape: list[int], stype: str, data: Any) -> Array:
         sizes = tuple(map(whole, shape))
-        if not all(type(size) is int and size >= 0 for size in sizes):
+        if not all(type(size) is int and 0 <= size < 1 << 31 for size in sizes):  # Flower sends int32
             raise ValueError(f"{shape} is no shape")
         return Array(dtype=whole(dtype), shape=sizes, stype=whole(stype), data=whole(data))
 

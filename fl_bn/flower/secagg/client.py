@@ -55,7 +55,8 @@ def secure(build: Callable[[Context], BatchNormClient], message: Message, contex
     elif stage == Stage.COLLECT_MASKED_VECTORS:
         client = build(context)
         history = from_config(records_of(content, ConfigRecord).get(COMBINED_HISTORY.name), COMBINED_HISTORY, header.round)
-        if why := problem(kept_in(client, message, header), history, Limits.of(context).unknown_rounds):
+        why = problem(kept_in(client, message, header), history, Limits.of(context).unknown_rounds)
+        if why := why or next(noise_refusals(message, context.run_config), ""):
             raise Insecure(why)
         digest = instruction_digest(message, context.run_config, state)
         vector = partial(_evaluated if sums_evaluations(message) else _summand, client, header, digest)
@@ -165,6 +166,13 @@ def weight_refusals(weighting: Weighting, sections: Iterable[str], plan: Plan, l
             yield f"the weight of this client's {section} must be from 2 / {levels} to 1, but with {counts} it would be {weight:g}"
 
 
+def noise_refusals(message: Message, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why a vector would lack noise that the run config has, which the run's submitter may have signed."""
+    signed, told = ({name: of[name] for name in messages.NOISES if name in of} for of in (config, messages.SECURE.of(message.content)))
+    if config.get("dp-noise") and (sums_evaluations(message) or signed.items() - told.items()):
+        yield f"the run config has {signed}, but the server asks for {'an evaluation' if sums_evaluations(message) else told or 'no noise'}"
+
+
 # what a client computes
 
 
@@ -251,16 +259,14 @@ def _evaluated(client: BatchNormClient, header: Header, digest: bytes, message: 
 
 def _seed_rounding(client: BatchNormClient, round: int, purpose: int) -> None:
     """Seed the quantiser's random rounding by the run's seed."""
-    rng = seeded(client.seed, client.site.client, round, ROUNDING, purpose)
-    np.random.seed(int(rng.integers(2**32)))  # noqa: NPY002
+    np.random.seed(int(seeded(client.seed, client.site.client, round, ROUNDING, purpose).integers(2**32)))  # noqa: NPY002
 
 
 def _vector_reply(message: Message, vector: np.ndarray, activations: Mapping[str, int], digest: bytes) -> Message:
     # a metric of Flower's ``FitRes`` is a single value
     told: dict[str, Any] = {"activations": json.dumps(activations), "digest": digest.hex()}
     result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([vector]), 1, told)
-    content: RecordDict = fitres_to_recorddict(result, keep_input=False)
-    return Message(content, reply_to=message)
+    return Message(fitres_to_recorddict(result, keep_input=False), reply_to=message)
 
 
 def _private(parts: Sections, config: Mapping[str, Any], contributors: int) -> Sections:

@@ -105,8 +105,7 @@ class Limits:
         """Read the limits from the node config and, for ``secure``, the run config, or raise ``WireError``."""
         given = LIMITS.read(context.node_config)
         secure = any(bool(config.get(REQUIRED, False)) for config in (context.node_config, context.run_config))
-        fewest = given.get("min-samples", FEW if secure else 0)
-        return cls(secure, fewest, given.get("max-evaluations"), given.get("max-unknown-rounds"))
+        return cls(secure, given.get("min-samples", FEW if secure else 0), given.get("max-evaluations"), given.get("max-unknown-rounds"))
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,8 @@ class Gate:
             why = HIDDEN if limits.secure else ""  # the handler chose the words of this error
         else:
             why = _excess(reply, name, kind, limits)
-            if not why and (sums_evaluations(message) if kind is SUM else name == "evaluate") and (kind is not SUM or _is_vector(reply)):
+            summed = kind is SUM and sums_evaluations(message) and "masked_params" in config_of(reply.content, RECORD_KEY_CONFIGS)
+            if not why and (summed or (kind is not SUM and name == "evaluate")):
                 why = _spend(context, limits)
         if why:
             raise Refused(why)
@@ -262,10 +262,6 @@ def _excess(reply: Message, name: str, kind: Kind, limits: Limits) -> str:
     return ""
 
 
-def _is_vector(reply: Message) -> bool:
-    return "masked_params" in config_of(reply.content, RECORD_KEY_CONFIGS)
-
-
 def _spent(context: Context) -> int:
     if (file := _file(context)) is None:
         return int(config_of(context.state, OURS + SPENT).get("spent", 0))
@@ -277,7 +273,8 @@ def _file(context: Context) -> Path | None:
     node = context.node_config
     if "state-dir" not in node:
         return None
-    return Path(str(node["state-dir"])) / SPENT / f"run-{context.run_id}.client-{node.get('partition-id', context.node_id)}"
+    client = node.get("site", node.get("partition-id", context.node_id))  # a site is one client, whatever the server calls it
+    return Path(str(node["state-dir"])) / SPENT / f"run-{context.run_id}.client-{client}"
 
 
 def _failures(context: Context) -> int:

@@ -103,13 +103,12 @@ EXCHANGE = config(
 )
 SUM_OF, REPLY, EVALUATION = "secagg-of", "reply", "evaluation"  # the kinds of secure sums
 WEIGHED = ("secagg-update-weight", "secagg-statistics-weight", "secagg-samples-weight")
+NOISES = ("dp-clip", "dp-statistics-clip", "dp-noise")
 SECURE = config(
     {
         SUM_OF: one_of(REPLY, EVALUATION, default=REPLY),
         **dict.fromkeys(WEIGHED, whole(default=None)),
-        "dp-clip": number(0, default=None),
-        "dp-statistics-clip": number(0, default=None),
-        "dp-noise": number(0, default=None),
+        **dict.fromkeys(NOISES, number(0, default=None)),
     }
 )
 HISTORY_ROUNDS, HISTORY_HASHES = "secagg-rounds", "secagg-told"  # rounds, and a hash of each one's instruction: see secagg.instructions
@@ -117,7 +116,7 @@ ROUNDS = 2**16  # the most rounds in a history
 HASHES = {HISTORY_ROUNDS: wholes(ROUNDS, default=None), HISTORY_HASHES: data(32 * ROUNDS, default=None)}
 WEIGHTS = config(dict.fromkeys(WEIGHED, whole()))  # in messages that ask for a masked vector
 COMBINED_HISTORY = config(HASHES)
-NOISE = config({"dp-clip": number(0), "dp-statistics-clip": number(0), "dp-noise": number(0)})
+NOISE = config(dict.fromkeys(NOISES, number(0)))
 TO_TRAIN = config(
     {
         "learning-rate": number(0),
