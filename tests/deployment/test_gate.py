@@ -174,12 +174,15 @@ RECORDS: list[Any] = [  # that Flower could not send
     3, [["a"]], [["a", "pickle", {}]], [["a", "config", {"b": {"blob": 9}}]], [["a", "config", {"b": {"other": 0}}]],
     [["a", "metrics", {"n": 10**26}]], [["a", "metrics", {"n": "text"}]], [["\ud800", "config", {}]],
     [["a", "arrays", {"x": ["float32", [-1], "numpy.ndarray", {"blob": 0}]}]], [["a", "arrays", {"x": []}]],
+    [["a", "arrays", {"x": ["float32", [2**31], "numpy.ndarray", {"blob": 0}]}]],
 ]  # fmt: skip
 
 
 def test_what_an_app_sends_is_read_by_its_schema() -> None:
-    with pytest.raises(EOFError):
-        bare(wire.LENGTH.pack(9), b"cut")
+    announced = b'{"sizes": [17179869184]}'  # which must not be allocated before it comes
+    for length, sent in ((9, b"cut"), (len(announced), announced)):
+        with pytest.raises(EOFError):
+            bare(wire.LENGTH.pack(length), sent)
     for header in (b"no json", b"[]", b"{}", b'{"sizes": [-1]}', b'{"sizes": ["1"]}', b'{"sizes": ' + b"[" * 100_000):
         with pytest.raises(wire.WireError):
             bare(wire.LENGTH.pack(len(header)), header)
@@ -206,7 +209,9 @@ def test_the_reason_of_a_death_or_of_an_error_is_the_reply_within_a_second(gate:
     assert (reply.error.code, reply.error.reason) == (2, "<class 'LookupError'>:<'no data ?'>")
     reply = gate.ask(package(above="import nothing_of_this_name\n"))
     assert (reply.error.code, "nothing_of_this_name" in str(reply.error.reason)) == (1, True), "a server does not ask again"
-    assert [line["decision"] for line in gate.lines()] == ["sent", *["failed"] * 5]
+    reply = gate.ask(package("raise LookupError('x' * 2**20)"))
+    assert [line["decision"] for line in gate.lines()] == ["sent", *["failed"] * 6]
+    assert (len(str(reply.error.reason)), reply.error.reason) == (500, gate.lines()[-1]["reason"]), "what leaves is what is logged"
 
 
 def test_the_deadline_holds_whatever_an_app_does(gate: Gate) -> None:

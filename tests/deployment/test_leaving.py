@@ -36,32 +36,29 @@ def clients(tiny_clients: Clients) -> list[Samples]:
     return tiny_clients((16, 12, 10))
 
 
-def told(disclosures: Iterable[Disclosure]) -> Counted:
-    """What the server says, summed over its kinds."""
+def summed(parts: Iterable[tuple[int, str, int, int, int]]) -> Counted:
     found: Counted = {}
-    for one in disclosures:
-        _add(found, (one.client, one.section), one.tensors, one.nbytes, one.samples)
+    for client, section, tensors, nbytes, samples in parts:
+        before = found.get((client, section), (0, 0, 0))
+        found[client, section] = before[0] + tensors, before[1] + nbytes, min(filter(None, (before[2], samples)), default=0)
     return found
 
 
-def _add(found: Counted, key: tuple[int, str], tensors: int, nbytes: int, samples: int) -> None:
-    before = found.get(key, (0, 0, 0))
-    found[key] = before[0] + tensors, before[1] + nbytes, min(filter(None, (before[2], samples)), default=0)
+def told(disclosures: Iterable[Disclosure]) -> Counted:
+    """What the server says, summed over its kinds."""
+    return summed((one.client, one.section, one.tensors, one.nbytes, one.samples) for one in disclosures)
 
 
 def counted(grid: Any) -> Counted:
     """What the sites count in the answers that the server got. The exchange in one process has no messages."""
-    asked = {m.metadata.message_id: m for m in grid.sent}
-    order = sorted({m.metadata.dst_node_id for m in grid.sent})
-    found: Counted = {}
-    for reply in grid.received:
-        if reply.has_error():
-            continue
-        kind = asked[reply.metadata.reply_to_message_id].metadata.message_type
-        for section, of in sections_of(kind, reply.content).items():
-            if section not in (OTHER, "introduction"):
-                _add(found, (order.index(reply.metadata.src_node_id), section), of["tensors"], of["bytes"], of.get("samples", 0))
-    return found
+    asked, order = {m.metadata.message_id: m for m in grid.sent}, sorted({m.metadata.dst_node_id for m in grid.sent})
+    return summed(
+        (order.index(reply.metadata.src_node_id), section, of["tensors"], of["bytes"], of.get("samples", 0))
+        for reply in grid.received
+        if not reply.has_error()
+        for section, of in sections_of(asked[reply.metadata.reply_to_message_id].metadata.message_type, reply.content).items()
+        if section not in (OTHER, "introduction")
+    )
 
 
 @pytest.mark.sample(3)
@@ -112,6 +109,11 @@ def test_what_is_no_array_of_fl_bn_s_counts_too() -> None:
     assert (found["own arrays"], found[OTHER]["bytes"]) == ({"tensors": 2, "bytes": 12 + 20}, 16 + 5 + 16)
     many = sections_of("train", RecordDict({f"a{i:03d}": ArrayRecord({"x": Array(np.zeros(1))}) for i in range(60)}))
     assert (len(many), sum(of["bytes"] for of in many.values())) == (51, 480)
+    big = ArrayRecord({"x": Array("float32", (2,), "numpy.ndarray", b"\x93NUMPY\x01\x00\xff\xff" + b"x" * 990)})  # it claims a long header
+    for kind, names in (("evaluate", ["fl-bn/weights"]), ("train", ["fl-bn/metrics"]), ("train", ["\x1b" * 90 + "a", "\x1b" * 90 + "b"])):
+        found = sections_of(kind, RecordDict({**dict.fromkeys(names, big), "fl-bn/header": ConfigRecord({"hidden": "x" * 100})}))
+        assert sum(of["bytes"] for of in found.values()) == 1000 * len(names) + 100
+        assert all(name.isprintable() for name in found)
 
 
 def test_what_a_line_says_of_a_message_and_its_answer() -> None:

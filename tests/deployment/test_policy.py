@@ -52,6 +52,7 @@ def test_the_template_s_lines_can_be_set(tmp_path: Path) -> None:
         ('allow-methods = ["fedbn", "fbn"]', {}, "'hbn'"),
         ('allow-methods = ["hbn"]', {}, ""),
         ("allow-modules = []", {"dataset": "os:system"}, "os:system"),
+        ("allow-modules = []", {"dataset": "é.1a:f", "name": "x" * 2_000_000, "host": "a.b:80"}, "é.1a:f"),  # in no time
         ('allow-modules = ["hospital"]', {"callbacks": "hospital.a:b,hospitals:f"}, "hospitals:f"),
         ('allow-modules = ["hospital"]', {"dataset": "hospital.data:load"}, ""),
         ("min-samples = 8", {"batch-size": 4}, "batch-size"),

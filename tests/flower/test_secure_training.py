@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import ConfigRecord, Message, RecordDict
 
 from fl_bn.flower import BatchNormStrategy, Rounds
+from fl_bn.flower.secagg.client import noise_refusals
+from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
 from fl_bn.methods import METHODS, Method, Role
 from fl_bn.secure.privacy import Privacy, epsilon
 from tests.flower.inside import Clients, Defence, LocalTraining, Samples, SecureAggregation
@@ -126,6 +129,7 @@ def test_with_fewer_shares_than_clients_a_client_is_masked_against_its_neighbour
 
 
 PRIVACY = Privacy(clip=0.5, statistics_clip=1.0, noise=0.01)
+NOISE = {"dp-noise": 1.0, "dp-clip": 1.0, "dp-statistics-clip": 2.0}
 UNIFORM = {"client_weights": "uniform", "calibrate": 2}
 
 
@@ -179,3 +183,10 @@ def test_clips_of_update_and_statistics_are_two(clients: list[Samples]) -> None:
     assert frozen[0] == pytest.approx(loose[0], rel=1e-2)
     noisy = moved(replace(still, clip=1e3, statistics_clip=1e-3, noise=1e-3))  # of each, in proportion to its own clip
     assert noisy[1] < 1e-2 < noisy[0]
+
+
+@listed(("told", "refused"), [(NOISE, False), ({}, True), ({**NOISE, "dp-noise": 0.5}, True), ({**NOISE, "secagg-of": "evaluation"}, True)])
+def test_noise_is_that_of_the_run_config_whatever_the_server_asks_for(told: dict[str, Any], refused: bool) -> None:
+    message = Message(RecordDict({"fl-bn/config": ConfigRecord(told), RECORD_KEY_CONFIGS: ConfigRecord({})}), 1, "train")
+    assert bool([*noise_refusals(message, {**NOISE, "rounds": 3})]) == refused
+    assert [*noise_refusals(message, {"dp-noise": 0.0})] == []  # control

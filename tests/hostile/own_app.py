@@ -6,15 +6,14 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Result
-from torch import nn
-from torch.nn import functional as F
 
-from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, evaluating, replayed, training
+from fl_bn.flower import InProcessGrid, OwnAppStrategy
 from fl_bn.methods import METHODS
+from tests.flower import own_apps
+from tests.flower.own_apps import net
 from tests.hostile.liars import RoundRecord
 from tests.kept import Kept
 from tests.noted import noted
@@ -23,41 +22,13 @@ CLIENTS = 5
 Spoil = Callable[[Message, str, RecordDict], None]  # the instruction, its type, and the reply's content, to be changed in place
 
 
-def net() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
-
-
-def batches(context: Context) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(int(context.node_config["partition-id"])))
-    return [(part, part[:, :3].argmax(1)) for part in x.split(8)]
-
-
 def own_app(name: str = "fbn", *mods: Any) -> ClientApp:
-    app, method = ClientApp(mods=list(mods)), METHODS[name]()
-    answer(app, net, method, batches)
+    """Make a user's app, whose evaluation has a metric that is a list."""
 
-    @app.train(mods=[replayed])
-    def train(message: Message, context: Context) -> Message:
-        with training(message, context, net(), method, batches(context)) as round:
-            optimizer = torch.optim.SGD(round.model.parameters(), lr=0.1)
-            for x, y in batches(context):
-                optimizer.zero_grad()
-                F.cross_entropy(round.model(x), y).backward()
-                optimizer.step()
-        return round.message(16, 1.0)
+    def evaluated(loss: float, client: int) -> dict[str, Any]:
+        return {"loss": loss, "accuracy": 0.5, "num-examples": 8, "confusion": [1, 2]}
 
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        model, ((x, y), *_) = evaluating(message, context, net(), method), batches(context)
-        with torch.no_grad():
-            scores = model(x)
-        loss, accuracy = F.cross_entropy(scores, y).item(), (scores.argmax(1) == y).double().mean().item()
-        metrics: dict[str, Any] = {"loss": loss, "accuracy": accuracy, "num-examples": 8, "confusion": [1, 2]}
-        return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
-
-    return app
+    return own_apps.own_app(name, mods=(list(mods), [], []), evaluated=evaluated)
 
 
 class LyingGrid(InProcessGrid):

@@ -10,8 +10,9 @@ from flwr.clientapp import ClientApp
 
 from fl_bn.flower import InProcessGrid
 from fl_bn.methods import METHODS, Phase
+from tests.flower.own_apps import net
 from tests.hostile.liars import RunConfig, SharedModel, header_for, source_model, to_numpy, to_records
-from tests.hostile.own_app import net, own_app
+from tests.hostile.own_app import own_app
 from tests.listed import listed
 
 HOST = "127.0.0.1"

@@ -16,8 +16,9 @@ from fl_bn.flower import Gate
 from fl_bn.flower.wire.gate import KINDS, Kind
 from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
 from fl_bn.methods import METHODS, Phase
+from tests.flower.own_apps import net
 from tests.hostile.liars import Samples, SecureAggregation, SharedModel, header_for, to_numpy, to_records
-from tests.hostile.own_app import net, own_app
+from tests.hostile.own_app import own_app
 from tests.in_process import WatchedGrid, client_app, run
 from tests.listed import listed
 
@@ -89,9 +90,9 @@ def test_a_server_gets_the_budget_and_no_more(limit: str, door: str) -> None:
 @doors
 def test_a_client_that_starts_anew_remembers_what_it_has_answered(door: str, tmp_path: Path) -> None:
     """Where evaluations cannot be counted, none is answered."""
-    policy = {"max_evaluations": 4, "state_dir": str(tmp_path)}
+    policy = {"max_evaluations": 4, "state_dir": str(tmp_path), "site": "A"}
     assert refusals(at(DOORS[door](), **policy), times=3) == []
-    assert len(refusals(at(DOORS[door](), **policy))) == ASKED - 1  # with an empty context.state
+    assert len(refusals(at(DOORS[door](), **policy), node=2)) == ASKED - 1  # with an empty context.state, and another node id
     (tmp_path / "file").touch()
     assert len(refusals(at(DOORS[door](), **policy | {"state_dir": str(tmp_path / "file")}))) == ASKED
 
