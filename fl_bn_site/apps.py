@@ -7,7 +7,7 @@ user of its own, who may read the site's data.
 * The *base process* imports torch. It imports neither fl-bn, since each run brings its own version, nor Flower, to be small.
 * A *warm process* is forked from the base process for a package. It imports the app once, since that takes a second. It ends
   when other packages come, or a message after a change of the site's policy.
-* Each message has a process of its own, forked from a warm process, so no message can affect the next one.
+* Each message has a process of its own, forked from a warm process, so no message affects the next one by accident.
 * A *watcher* waits for the process of a message. It tells the gate how that process ended, and kills it if the gate ends.
 """
 

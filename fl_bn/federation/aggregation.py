@@ -133,7 +133,7 @@ def combine(
             continue
         mean_steps = sum(report[name].count * step for report, step in zip(reports, steps, strict=True) if name in report) / total
         momentum = layers[name].momentum
-        momentum, scale = 0.1 if momentum is None else momentum, (scales or {}).get(name, 1.0)
+        momentum, scale = 0.1 if momentum is None else momentum, (scales or {}).get(name, math.inf)
         new[name] = rule(LayerReports(shared[name], parts, momentum, mean_steps, average, pace, scale))
     return new
 

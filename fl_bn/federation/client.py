@@ -158,12 +158,10 @@ class LocalRound:
             if self.in_own_loop:
                 stack.callback(self.model.register_forward_pre_hook(self.recorder).remove)
                 stack.enter_context(following(self))
-            self._open = True
-            try:
-                yield self
-            finally:
-                self._open = False
+            self._open = True  # for ever if the block raises: then a reply is checked again
+            yield self
             self._lent.check()
+            self._open = False
 
     def _observe(self) -> None:
         """Let BatchNorm layers record their inputs, or join FedTAN's exchange."""
@@ -218,7 +216,7 @@ class LocalRound:
         self._first_samples = samples
         if self._connect is not None and self.phase is Phase.EXCHANGE:
             self.exchange = self._connect(samples)
-            self._exchanging.enter_context(exchanging(self.model, self.exchange))
+            self._exchanging.enter_context(exchanging(self.model, self.exchange, lambda: self.recorder.pauses))
 
     def step_done(self, goes_on: bool = False) -> None:
         """Count a local step, also of a loop without a torch optimiser (``p -= lr * p.grad``).

@@ -19,7 +19,7 @@ passed and as returned; G -> gradients that the exchange returns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -57,6 +57,7 @@ class Live(Uncopied):
 
     exchange: Exchange
     name: str
+    paused: Callable[[], bool]
     answers: list[Answer] = field(default_factory=list)
     through: bool = False
 
@@ -84,7 +85,7 @@ class CohortBatchNorm(SharedNorm):
             self.observation(self, x)
         if not self.training:
             return self.normalise_shared(x)
-        if self.live is None:
+        if self.live is None or self.live.paused():
             self._count()
             running = (self.running_mean, self.running_var)
             return F.batch_norm(x, *running, self.weight, self.bias, True, self.momentum, self.eps)
@@ -186,14 +187,15 @@ class _Normalise(torch.autograd.Function):
 
 
 @contextmanager
-def exchanging(model: nn.Module, exchange: Exchange) -> Iterator[None]:
+def exchanging(model: nn.Module, exchange: Exchange, paused: Callable[[], bool]) -> Iterator[None]:
     """Connect ``model``'s layers to ``exchange``, for a round's first local step (Algorithm 1).
 
-    Forward and backward pass then work as on all the cohort's batches.
+    Forward and backward pass then work as on all the cohort's batches, but for
+    passes while ``paused()``.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, CohortBatchNorm)}
     for name, layer in layers.items():
-        layer.live = Live(exchange, name)
+        layer.live = Live(exchange, name, paused)
     try:
         # otherwise one GPU thread would serve all clients' backward passes, and block
         with torch.autograd.set_multithreading_enabled(False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -148,8 +149,9 @@ class LayerReports:
             ``parts``.
         average: combines n clients' values.
         pace: the learning rate divided by that of round 1.
-        scale: the standard deviation of the layer's input at the start, if the
-            server set it (``federation.unit_scale``).
+        scale: the standard deviation of the layer's input at the start, to which
+            the server rescaled it (``federation.unit_scale``); infinite if it did
+            not.
     """
 
     shared: Running
@@ -158,7 +160,7 @@ class LayerReports:
     steps: float
     average: Average = weighted_mean
     pace: float = 1.0
-    scale: float = 1.0
+    scale: float = math.inf
 
 
 def replace_by_pooled(reports: LayerReports) -> Running:

@@ -179,8 +179,7 @@ RECORDS: list[Any] = [  # that Flower could not send
 
 
 def test_what_an_app_sends_is_read_by_its_schema() -> None:
-    announced = b'{"sizes": [17179869184]}'  # which must not be allocated before it comes
-    for length, sent in ((9, b"cut"), (len(announced), announced)):
+    for length, sent in ((9, b"cut"), (24, b'{"sizes": [17179869184]}')):  # what is announced is not allocated before it comes
         with pytest.raises(EOFError):
             bare(wire.LENGTH.pack(length), sent)
     for header in (b"no json", b"[]", b"{}", b'{"sizes": [-1]}', b'{"sizes": ["1"]}', b'{"sizes": ' + b"[" * 100_000):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,25 +68,20 @@ def evaluation_of(loss: float, client: int) -> dict[str, Any]:
     return {"eval_loss": loss, "eval_acc": 0.2 * (client + 1), "num-examples": 8 * (client + 1)}
 
 
-def epoch(round: Any, batches: Any, rate: float) -> float:
-    """Train as any PyTorch loop does; return the last loss."""
+def epoch(round: Any, batches: Any, rate: float, term: bool = False) -> float:
+    """Train as any PyTorch loop does, or as one whose objective has a term of its own; return the last loss."""
     optimizer = torch.optim.SGD([p for p in round.model.parameters() if p.requires_grad], lr=rate)
     for x, y in batches:
         optimizer.zero_grad()
-        loss = F.cross_entropy(round.model(x), y)
-        loss.backward()
+        if term:
+            loss = round.backward(lambda x=x, y=y: F.cross_entropy(round.model(x), y), x)
+        else:
+            (loss := F.cross_entropy(round.model(x), y)).backward()
         optimizer.step()
     return loss.item()
 
 
-def with_objective(round: Any, batches: Any, rate: float) -> float:
-    """Train as a loop does whose objective has a term of its own."""
-    optimizer = torch.optim.SGD(round.model.parameters(), lr=rate)
-    for x, y in batches:
-        optimizer.zero_grad()
-        loss = round.backward(lambda x=x, y=y: F.cross_entropy(round.model(x), y), x)
-        optimizer.step()
-    return loss.item()
+with_objective = partial(epoch, term=True)
 
 
 def own_app(

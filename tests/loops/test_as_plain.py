@@ -66,6 +66,16 @@ def a_skipped_step(round: Any, x: Tensor, y: Tensor) -> None:
     plain(round, x, y)
 
 
+def a_look_midway(round: Any, x: Tensor, y: Tensor) -> None:
+    def looked(x: Tensor) -> Tensor:
+        scores = round.model(x)
+        with torch.no_grad(), unrecorded(round.model):
+            round.model(OTHER)
+        return scores  # type: ignore[no-any-return]
+
+    step(looked, round.model, x, y)
+
+
 # Other ways to run the network; of a part's checkpoint, one BatchNorm layer is inside, and one outside
 
 
@@ -220,12 +230,12 @@ FROZEN: dict[str, Method] = {  # from round 2 on
     **{f"{name}, frozen": freeze(USUAL[name], 1) for name in ("fedavg", "fbn", "hbn")},
 }
 METHODS = {**USUAL, **FROZEN}
-PASSES: list[Step] = [validation, training_accuracy, a_swa_model, a_skipped_step]
+PASSES: list[Step] = [validation, training_accuracy, a_swa_model, a_skipped_step, a_look_midway]
 RUNS: list[Step] = [checkpointed, reentrant, data_parallel, compiled, compiled_as_one_graph, moved_to_a_device]
 STEPS: list[Step] = [by_hand, two_optimizers, an_optimizer_around_another]
 TRAINERS: list[Step] = [lightning, accelerate, distributed]
 MODES: list[Step] = [train, by_attribute]
-MOVES_STATISTICS = (training_accuracy, checkpointed, reentrant)
+MOVES_STATISTICS = (training_accuracy, a_look_midway, checkpointed, reentrant)
 """Loops in which torch's own layers move their running statistics once more, as in plain torch."""
 
 

@@ -252,6 +252,10 @@ def test_a_reply_says_how_many_samples_there_were_and_comes_before_the_next_roun
     with pytest.raises(ContractBroken) as caught:
         first.reply(samples=8)  # fewer than the first batch
     assert caught.value.rule == "batches"
+    with pytest.raises(ContractBroken), opened(FBN) as spoilt:
+        then(lambda model: model.append(nn.Linear(2, 2)))(spoilt, *clients()[0])
+    with pytest.raises(ContractBroken):
+        spoilt.reply(16)
     assert first.reply(samples=torch.tensor(16), loss=0.5, metrics={"f1": 0.5})[0].samples == 16  # control
     for method in (FBN, methods.fedbn()):
         model = convert(net(), method)

@@ -50,9 +50,12 @@ def test_the_weight_of_a_round(options: dict[str, object], steps: float, pace: f
 
 def test_tracking_stops_where_the_scale_has_grown() -> None:
     for deviation, moves in {0.1: 0.2, 1.0: 0.2, 1.5**0.5: 0.1, 1.5: 0.0, 9.0: 0.0}.items():
-        reports = LayerReports(shared(deviation), [PART], 0.1, 1.0)
+        reports = LayerReports(shared(deviation), [PART], 0.1, 1.0, scale=1.0)
         for follows in (fbn(tracking=0.2), hbn(tracking=0.2)):
             assert float(follows.combine(reports).mean[0]) == pytest.approx(moves, abs=1e-12)
+            assert float(follows.combine(LayerReports(shared(deviation), [PART], 0.1, 1.0)).mean[0]) == pytest.approx(
+                0.2
+            )  # nothing was rescaled
         for paper in (fbn(momentum=0.2), hbn(lam=0.2)):  # Algorithm 2, and HBN's equation 11, know no limit
             assert float(paper.combine(reports).mean[0]) == pytest.approx(0.2)
     for scale, moves in ((1.0, 0.2), (0.5, 0.1)):  # by the server: from there it has grown by the square root of 1.5

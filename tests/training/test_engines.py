@@ -95,6 +95,14 @@ OPTIONS: dict[str, tuple[Method, dict[str, Any]]] = {
 }
 
 
+def test_a_part_of_seeded_batches_is_a_random_one() -> None:
+    x = torch.arange(64.0)[:, None].repeat(1, 2)
+    network, method = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 5)), hbn(lam=1.0, stat_samples=8, evaluate="hybrid")
+    federation = Federation(network, method, [SeededBatches(x, x[:, 0].long() % 5, 4)], calibrate=0)
+    means = [float(federation.server.model[0].running_mean[0]) for _ in federation.run(3)]
+    assert (min(means) > 4, len({*means})) == (True, 3), "not the first eight, whose mean is 3.5, and others in each round"
+
+
 @cache
 def without_options() -> list[float]:
     return through_federation(hbn(), "vectorised")

@@ -124,19 +124,21 @@ class LoaderLoop(SampleLoop):
 
     def batches(self, round: LocalRound) -> Iterable[Any]:
         """Return the batches to train on."""
+        return self._seeded(round, self.own.settings.epochs)
+
+    def _seeded(self, round: LocalRound, epochs: int = 1) -> Iterable[Any]:
+        """Return the loader, ``SeededBatches`` in the round's order, of which any first batches are a random subset."""
         loader = self.own.loader
-        if isinstance(loader, SeededBatches):
-            return loader.epochs(self.seed, self.client, round.instruction.round, self.own.settings.epochs)
-        return loader
+        return loader.epochs(self.seed, self.client, round.instruction.round, epochs) if isinstance(loader, SeededBatches) else loader
 
     def measure(self, round: LocalRound) -> None:
         """Make the statistics pass over the loader."""
         with self.seeded(round, SUBSET):
-            round.measure(self.own.loader, self.task)
+            round.measure(self._seeded(round), self.task)
 
     def pass_inputs(self, round: LocalRound) -> Iterator[Any]:
         """Yield the statistics pass's inputs, batch by batch."""
-        return round.statistics_pass.inputs(self.own.loader, self.task)
+        return round.statistics_pass.inputs(self._seeded(round), self.task)
 
     def optimizer(self, round: LocalRound) -> Optimizer:
         """Make and check an optimiser with the round's learning rate."""

@@ -228,7 +228,7 @@ class SecureRounds:
         for name, m in moments.items():
             if m.count >= 2:
                 momentum = self.shared.layers[name].momentum
-                momentum, scale = 0.1 if momentum is None else momentum, self.shared.scales.get(name, 1.0)
+                momentum, scale = 0.1 if momentum is None else momentum, self.shared.scales.get(name, math.inf)
                 reports = LayerReports(shared[name], [m], momentum, steps, pace=pace, scale=scale)
                 new[name] = method.combine(reports)
         return new
