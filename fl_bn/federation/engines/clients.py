@@ -124,9 +124,9 @@ class LoaderLoop(SampleLoop):
 
     def batches(self, round: LocalRound) -> Iterable[Any]:
         """Return the batches to train on."""
-        return self._seeded(round, self.own.settings.epochs)
+        return self._in_order(round, self.own.settings.epochs)
 
-    def _seeded(self, round: LocalRound, epochs: int = 1) -> Iterable[Any]:
+    def _in_order(self, round: LocalRound, epochs: int = 1) -> Iterable[Any]:
         """Return the loader, ``SeededBatches`` in the round's order, of which any first batches are a random subset."""
         loader = self.own.loader
         return loader.epochs(self.seed, self.client, round.instruction.round, epochs) if isinstance(loader, SeededBatches) else loader
@@ -134,11 +134,11 @@ class LoaderLoop(SampleLoop):
     def measure(self, round: LocalRound) -> None:
         """Make the statistics pass over the loader."""
         with self.seeded(round, SUBSET):
-            round.measure(self._seeded(round), self.task)
+            round.measure(self._in_order(round), self.task)
 
     def pass_inputs(self, round: LocalRound) -> Iterator[Any]:
         """Yield the statistics pass's inputs, batch by batch."""
-        return round.statistics_pass.inputs(self._seeded(round), self.task)
+        return round.statistics_pass.inputs(self._in_order(round), self.task)
 
     def optimizer(self, round: LocalRound) -> Optimizer:
         """Make and check an optimiser with the round's learning rate."""
