@@ -37,6 +37,7 @@ from fl_bn.federation.network import Network
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.compat import LOGGER
 from fl_bn.models import build
+from fl_bn.options import refuse
 from fl_bn.support.client_names import nodes_of, sites_of
 from fl_bn.support.extras import lacking
 from fl_bn.support.names import names_of
@@ -291,8 +292,9 @@ def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> 
     test = Samples(data.x_test, data.y_test)
     by_domain = config.partition in BY_DOMAIN and config.test_on == "own"
     if not own.dataset and by_domain and data.domain_train is not None and data.domain_test is not None:
-        mine = data.domain_test == data.domain_train[part[0]]
-        if bool(mine.any()):  # a domain may have no test samples: Cityscapes is tested on other cities than those of the training
+        mine = data.domain_test == (domain := data.domain_train[part[0]])
+        if bool(torch.isin(data.domain_test, data.domain_train).any()):  # Cityscapes is tested on other cities than those of the training
+            refuse((not mine.any(), f"{data.domains[domain]} has no test samples: give it some, leave it out, or set test-on='all'"))
             test = Samples(data.x_test[mine], data.y_test[mine])
     return train, test, tuple(int(n) for n in counts)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_bn.app.assembly import client_samples, dataset, laid_out, own_callbacks, task
+from fl_bn.app.assembly import client_samples, dataset, laid_out, own_callbacks, partitions, task
 from fl_bn.app.config import ConfigError, RunConfig
 from fl_bn.app.device import device
 from fl_bn.app.run_directory import RunDirectory
@@ -134,9 +134,9 @@ def _batches(config: RunConfig, local: LocalRound) -> tuple[Merged | IndexBatche
         own = [cast(IndexBatches, loop.batches(local)) for loop in loops]
         return Merged(own), own
     data = dataset(config)
-    samples, size = Samples(data.x_train, data.y_train), cohort * config.batch_size
-    steps = config.local_steps or config.local_epochs * max(1, len(samples) // size)
-    indices = draw_batches(len(samples), size, seeded(config.seed, 0, number, BATCHES), steps=steps, drop_last=local.settings.drop_last)
+    held, size = torch.cat(partitions(config)).unique().numpy(), cohort * config.batch_size  # partitions may leave samples out
+    steps = config.local_steps or config.local_epochs * max(1, len(held) // size)
+    indices = draw_batches(len(held), size, seeded(config.seed, 0, number, BATCHES), steps=steps, drop_last=local.settings.drop_last)
     augment = augmenter(config.augment, seeded(config.seed, 0, number, AUGMENT))
-    batches = IndexBatches(samples, list(indices), inputs_like(local.model), augment)
+    batches = IndexBatches(Samples(data.x_train, data.y_train), [held[one] for one in indices], inputs_like(local.model), augment)
     return batches, [batches]

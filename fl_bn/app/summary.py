@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from fl_bn.app.config import SITES, RunConfig
 from fl_bn.federation.recalibration import Pass
 from fl_bn.federation.record import RoundRecord, size
 from fl_bn.task import CLASSIFICATION, Task
+
+STOPPED, FAILED = "**The run was stopped**", "**The run failed**"
+
+
+def ended(file: Path) -> bool:
+    """Tell whether ``file`` is the summary of a run that ended as it should."""
+    return file.exists() and not any(line.startswith((STOPPED, FAILED)) for line in file.read_text("utf-8").splitlines())
 
 
 def summary(
@@ -41,9 +49,9 @@ def summary(
     lines = [f"# {'Re-calibration under ' * measures}{config.method} on {config.dataset}, seed {config.seed}", ""]
     done = f"after {len(passes)} passes" if measures else f"after {len(records)} of {config.rounds} rounds"
     if error is not None and not isinstance(error, Exception):  # Ctrl-C, or Flower's sign that the run was aborted
-        lines += [f"**The run was stopped** {done}.", ""]
+        lines += [f"{STOPPED} {done}.", ""]
     elif error is not None:
-        lines += [f"**The run failed** {done}: {type(error).__name__}: {error}", ""]
+        lines += [f"{FAILED} {done}: {type(error).__name__}: {error}", ""]
     elif early and len(records) < config.rounds:
         lines += [f"**The run ended early** {done}: {early}", ""]
     facts = [] if measures and not records else _metric(records, task, config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,7 +49,6 @@ def advise(
     from fl_bn.app.config import ConfigError
     from fl_bn.app.usage import Usage
 
-    sys.path.insert(0, str(Path.cwd()))  # the user's own data functions, as `fl-bn run` finds them
     console = Console()
     try:
         keys = _keys(",".join(data or ()), run_config)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
 TRAIN, COMPARE, LOOK, MODEL, DEPLOY = "Train", "Compare", "Look first", "With a trained model", "Separate machines"
+KEYED = ("run", "resume", "compare", "sweep", "advise", "doctor", "layers", "adapt", "recalibrate")  # find functions in the user's folder
 DEPLOYED = ("kit", "start", "register", "submit", "status", "abort", "audit")  # the commands of fl_bn_site
 
 
@@ -50,6 +51,8 @@ class AllCommands(Commands):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the command ``cmd_name``, if there is such a one."""
+        if cmd_name in KEYED:
+            sys.path.insert(0, os.getcwd())
         if cmd_name not in DEPLOYED:
             return super().get_command(ctx, cmd_name)
         need(f"fl-bn {cmd_name}", *DEPLOYMENT)
@@ -210,7 +213,6 @@ def layers(
     from fl_bn.support.names import check_name, escaped
     from fl_bn.support.user_code import import_extensions
 
-    sys.path.insert(0, str(Path.cwd()))  # the user's own network, as `fl-bn run` finds it
     try:
         import_extensions()
         check_name("method", method, METHODS)

@@ -20,7 +20,7 @@ from torch import Tensor
 from fl_bn.data.images import images_to_tensor, resize
 from fl_bn.data.record import DataError, DataNotFound, Dataset, domains_of, expect, paths, same_form
 from fl_bn.support.user_code import Modules, function
-from fl_bn.task import LABELS, kind_of
+from fl_bn.task import IGNORE, LABELS, MASKS, kind_of
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 
@@ -33,7 +33,7 @@ def load_npz(path: str, image_size: int) -> Dataset:
     An archive has ``x_train``, ``y_train``, ``x_test`` and ``y_test``. Images are
     uint8 (N, H, H, C) or (N, H, H). Labels are integers (N,) from 0; the largest,
     plus one, is the number of classes. For other tasks, targets are floats (N,) or
-    (N, D) (regression), or 0 or 1 (N, K) (multi-label). Grey images get three equal
+    (N, D) (regression), 0 or 1 (N, K) (multi-label), or masks (N, H, W). Grey images get three equal
     channels if others are in colour. Pickled objects are never loaded.
 
     Args:
@@ -109,10 +109,10 @@ def _dataset(name: str, arrays: Mapping[str, Array], *, floats: bool) -> Dataset
     }
     targets = [tensors["y_train"], tensors["y_test"]]
     same_form(name, "y_train and y_test", targets)
-    labels = kind_of(targets[0]) == LABELS
-    outputs = 1 if targets[0].ndim == 1 else targets[0].shape[1]
-    classes = 1 + max((int(y.max()) for y in targets if len(y)), default=0) if labels else outputs
-    return Dataset(name, **tensors, classes=classes, counted=labels)
+    kind, outputs = kind_of(targets[0]), 1 if targets[0].ndim == 1 else targets[0].shape[1]
+    labels = [y[y != IGNORE] if kind == MASKS else y for y in targets if kind in (LABELS, MASKS)]
+    classes = 1 + max((int(y.max()) for y in labels if len(y)), default=0) if labels else outputs
+    return Dataset(name, **tensors, classes=classes, counted=bool(labels))
 
 
 def _samples(source: object, key: str, x: Array, floats: bool) -> Tensor:

@@ -119,7 +119,7 @@ def columns_of(values: Mapping[str, Any]) -> Columns:
         **{key.replace("-", "_"): value for key, value in values.items() if key in options},
         classes=_texts("classes", values["classes"], 2) if "classes" in values else (),
         target_scale=_scale("target", stated),
-        numeric={name: _scale(f"numeric column {name!r}", value) for name, value in numeric.items()},
+        numeric={name: _scale(f"numeric column {name!r}", value, values.get("missing") == FILL) for name, value in numeric.items()},
         categorical={name: _texts(f"categorical column {name!r}", value, 1) for name, value in categorical.items()},
         ignore=_texts("ignore", values.get("ignore", []), 0),
         delimiter=values.get("delimiter", ","),
@@ -154,8 +154,9 @@ def _texts(what: str, values: Any, least: int) -> tuple[str, ...]:
     return texts
 
 
-def _scale(what: str, values: Any) -> Scale:
+def _scale(what: str, values: Any, fills: bool = False) -> Scale:
     known = isinstance(values, dict) and values.keys() <= {"mean", "std"}
     finite = known and all(type(value) in (int, float) and math.isfinite(value) for value in values.values())
-    _check(finite and values.get("std", 1.0) > 0, what, "{mean = NUMBER, std = POSITIVE NUMBER}, or {}", values)
+    wanted = "{mean = NUMBER, std = POSITIVE NUMBER}" + (", since missing = 'fill' fills in the mean" if fills else ", or {}")
+    _check(finite and values.get("std", 1.0) > 0 and ("mean" in values or not fills), what, wanted, values)
     return Scale(float(values.get("mean", 0.0)), float(values.get("std", 1.0)))

@@ -76,8 +76,8 @@ def load_csv(path: str, image_size: int) -> TableData:
     splits = [split(table, columns) for table in tables]
     x, y = np.concatenate([table.x for table in tables]), np.concatenate([table.y for table in tables])
     test = np.concatenate(splits)
-    rows = f"{len(y)} rows" + (f", and each file has only one {columns.group!r}" if columns.group else "")
-    expect(bool(test.any()), files[0], "", "at least a training row and a test row", rows)
+    for file, own in zip(files, splits, strict=True):
+        expect(bool(own.any()), file, "", "at least a training row and a test row", f"{len(own)} rows, divided by {columns.group or 'row'}")
     (x_train, y_train), (x_test, y_test) = ((torch.from_numpy(x[part]), torch.from_numpy(y[part])) for part in (~test, test))
     return TableData(
         "csv",

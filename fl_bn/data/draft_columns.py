@@ -78,9 +78,10 @@ def _cells(files: Sequence[Path], delimiter: str) -> dict[str, set[str]]:
 
 
 def _kind(texts: set[str]) -> str:
-    if texts and all(NUMBER.fullmatch(text) for text in texts):
-        return "numeric"
-    return "categorical" if 0 < len(texts) <= MOST_CATEGORIES else "ignore"
+    """Return what a column is: numeric with a decimal comma or a wrong cell, too, which is then refused by its line."""
+    few, numbers = 0 < len(texts) <= MOST_CATEGORIES, sum(bool(NUMBER.fullmatch(text.replace(",", "."))) for text in texts)
+    numeric = texts and (numbers == len(texts) or numbers > len(texts) / 2 and not few)
+    return "numeric" if numeric else "categorical" if few else "ignore"
 
 
 def _in_order(texts: set[str]) -> list[str]:

@@ -119,12 +119,13 @@ def read_picture(file: Path) -> Picture:
     """
     try:
         with Image.open(file) as image:
-            expect(not image.mode.startswith(_DEEP), file, "", "an image of 8 bits per pixel and channel", f"Pillow's mode {image.mode}")
+            deep = image.mode.startswith(_DEEP) or ";16" in str(image.tile)
+            expect(not deep, file, "", "an image of 8 bits per pixel and channel", f"{image.tile} in Pillow's mode {image.mode}")
             frames = getattr(image, "n_frames", 1)
             expect(frames == 1, file, "", "one frame per file", f"{frames} frames")
             if "transparency" in image.info:
                 return np.asarray(image.convert("RGBA").convert("RGB"))
-            return np.asarray(image if image.mode == "L" else image.convert("RGB"))
+            return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
     except DataError:
         raise
     # For damaged files, Pillow's decoders raise any of these.

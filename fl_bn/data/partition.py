@@ -283,7 +283,7 @@ def label_counts(labels: Labels, parts: list[Indices], classes: int) -> Indices:
     if labels.ndim == 1:
         return np.stack([np.bincount(labels[part], minlength=classes) for part in parts])
     pixels = (labels[part] for part in parts)
-    return np.stack([np.bincount(p[p < classes], minlength=classes) for p in pixels])
+    return np.stack([np.bincount(p[(p >= 0) & (p < classes)], minlength=classes) for p in pixels])
 
 
 def _divided(labels: Labels, classes: Labels, holders: list[list[int]], clients: int, rng: np.random.Generator) -> list[Indices]:

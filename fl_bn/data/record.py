@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fl_bn.support.names import names_of
-from fl_bn.task import LABEL_SETS, LABELS, VALUES, kind_of
+from fl_bn.task import IGNORE, LABEL_SETS, LABELS, MASKS, VALUES, kind_of
 
 CLASSES = 65_536  # the most classes, as many as a client may count for the server (``flower.wire.messages``)
 SPLITS = (TEST, TRAINING) = ("test", "training")  # the splits that a run may evaluate
@@ -67,7 +67,8 @@ class Dataset:
         name: name of the set.
         x_train: images or measurements.
         y_train: labels, int64 (N,) in ``[0, classes)``; sets of labels, int64 0 or
-            1 (N, classes); or finite values, float32 (N,) or (N, classes).
+            1 (N, classes); masks, int64 (N, H, W), in which 255 and labels below 0
+            do not count; or finite values, float32 (N,) or (N, classes).
         x_test: as ``x_train``.
         y_test: as ``y_train``.
         classes: number of a network's outputs.
@@ -104,7 +105,7 @@ class Dataset:
             self._check_targets(f"y_{split}", y, x)
             expect((domain is None) != bool(self.domains), self.name, f"domain_{split}", "domains and their names, or neither", domain)
             if domain is not None:
-                self._check_indices(f"domain_{split}", domain, len(x), len(self.domains))
+                self._check_indices(f"domain_{split}", domain, (len(x),), len(self.domains))
         same_form(self.name, "x_train and x_test", [self.x_train, self.x_test])
         same_form(self.name, "y_train and y_test", [self.y_train, self.y_test])
 
@@ -143,7 +144,8 @@ class Dataset:
     def _check_targets(self, part: str, y: Tensor, x: Tensor) -> None:
         kind = kind_of(y)
         if kind not in (VALUES, LABEL_SETS):
-            self._check_indices(part, y, len(x), min(self.classes, CLASSES))
+            known = y.where((y >= 0) & (y != IGNORE), 0) if kind == MASKS else y  # a task leaves out the other pixels
+            self._check_indices(part, known, (len(x), *(x.shape[2:] if kind == MASKS else ())), min(self.classes, CLASSES))
             return
         shapes = {(len(x), self.classes), *([(len(x),)] if self.classes == 1 and kind == VALUES else [])}
         fits = y.dtype == (torch.float32 if kind == VALUES else torch.int64) and y.shape in shapes
@@ -151,9 +153,9 @@ class Dataset:
         wrong = (~y.isfinite() if kind == VALUES else (y != 0) & (y != 1)).reshape(len(y), -1).any(1).nonzero().flatten().tolist()
         expect(not wrong, self.name, part, "finite numbers" if kind == VALUES else "0 or 1", f"others in {few(wrong)}")
 
-    def _check_indices(self, part: str, indices: Tensor, samples: int, limit: int) -> None:
-        fits = indices.dtype == torch.int64 and indices.shape == (samples,)
-        expect(fits, self.name, part, f"int64 ({samples},), one for each sample", f"{indices.dtype} {tuple(indices.shape)}")
+    def _check_indices(self, part: str, indices: Tensor, shape: tuple[int, ...], limit: int) -> None:
+        fits = indices.dtype == torch.int64 and indices.shape == shape
+        expect(fits, self.name, part, f"int64 {shape}, one for each sample or pixel", f"{indices.dtype} {tuple(indices.shape)}")
         low, high = int(indices.min()), int(indices.max())
         expect(low >= 0 and high < limit, self.name, part, f"0..{limit - 1}", f"{low}..{high}")
 

@@ -110,16 +110,18 @@ def combine(
     rule: Callable[[LayerReports], Running],
     shared: Mapping[str, Running],
     reports: Sequence[Mapping[str, Moments]],
-    steps: Sequence[int],
+    steps: Sequence[float],
     layers: Mapping[str, _BatchNorm],
     defence: Defence | None = None,
     pace: float = 1.0,
     scales: Mapping[str, float] | None = None,
+    least: int = 2,
 ) -> dict[str, Running]:
     """Combine the clients' moments into new shared statistics per layer, in float64.
 
-    A layer with fewer than two values per channel in total keeps its statistics.
-    ``pace`` is the round's learning rate over that of round 1, ``scales`` as in
+    A layer with fewer than ``least`` values per channel in total keeps its
+    statistics: one value has no variance. ``pace`` is the round's learning rate
+    over that of round 1, ``scales`` as in
     ``SharedModel``.
     """
     new = dict(shared)
@@ -129,7 +131,7 @@ def combine(
     for name in shared:
         parts = [report[name] for report in reports if name in report]
         total = sum(part.count for part in parts)
-        if total < 2:
+        if total < least:
             continue
         mean_steps = sum(report[name].count * step for report, step in zip(reports, steps, strict=True) if name in report) / total
         momentum = layers[name].momentum
@@ -194,8 +196,9 @@ def store_statistics(model: nn.Module, statistics: Mapping[str, Running]) -> Non
         layer.get_buffer("running_var").copy_(running.var)
 
 
-def _rule(rule: str | Rule) -> Rule:
-    return rule_named(rule) if isinstance(rule, str) else rule
+def rule_of(rule: str | Rule) -> Rule:
+    """Return a rule, given by itself or by its name, as a function."""
+    return rule if callable(rule) else rule_named(rule)
 
 
 class TooFew(ValueError):
@@ -229,9 +232,9 @@ class Defence:
     updates: str | Rule = ruled("mean", "how the server combines the clients' updates", key="update-rule", used=SHARES_WEIGHTS)
 
     def __post_init__(self) -> None:
-        if self.f < 0:
-            raise ValueError(f"f, the number of Byzantine clients that the rules withstand, must be >= 0, but got {self.f}")
-        _rule(self.statistics), _rule(self.updates)
+        if type(self.f) is not int or self.f < 0:
+            raise ValueError(f"f, the number of Byzantine clients that the rules withstand, must be a whole number >= 0, but got {self.f}")
+        rule_of(self.statistics), rule_of(self.updates)
 
     @property
     def active(self) -> bool:
@@ -256,11 +259,6 @@ class Defence:
         raise TooFew(problem)
 
     @property
-    def update_rule(self) -> Rule:
-        """Return the rule for updates as a function."""
-        return _rule(self.updates)
-
-    @property
     def average(self) -> Average:
         """Return the rule for statistics: a function of values (a row per client) and counts.
 
@@ -275,11 +273,11 @@ class Defence:
         f = next(f for f in range(self.f, -1, -1) if f == 0 or not _problem(self.statistics, len(values), f))
         if _problem(self.statistics, len(values), f):
             return _unweighted(values, counts)
-        value: Tensor = _rule(self.statistics)(values, f).value
+        value: Tensor = rule_of(self.statistics)(values, f).value
         return value
 
     def update(self, parts: Sequence[Named], origin: Named | None) -> tuple[dict[str, Tensor], Report]:
-        """Combine the clients' updates by ``update_rule``, in float64. Return its report, too.
+        """Combine the clients' updates by ``updates``, in float64. Return its report, too.
 
         Updates are the differences of ``parts`` from ``origin``, the tensors that
         clients started from and that are added to the result, or ``parts``
@@ -292,12 +290,12 @@ class Defence:
                 own.copy_(part[name].reshape(-1))
                 if origin is not None:
                     own.sub_(origin[name].double().reshape(-1))
-        value, report = self.update_rule(rows, self.f)
+        value, report = rule_of(self.updates)(rows, self.f)
         pieces = zip(sizes, value.split([*sizes.values()]), strict=True)
         combined = {name: piece.view(parts[0][name].shape) for name, piece in pieces}
         return {name: t if origin is None else origin[name].double() + t for name, t in combined.items()}, report
 
-    def believed(self, reports: Sequence[Mapping[str, Moments]], steps: Sequence[int]) -> tuple[list[dict[str, Moments]], list[int]]:
+    def believed(self, reports: Sequence[Mapping[str, Moments]], steps: Sequence[float]) -> tuple[list[dict[str, Moments]], list[int]]:
         """Return ``reports`` and ``steps`` with the median client's counts and numbers of steps.
 
         Layers that a client did not run keep their count 0.
@@ -328,7 +326,7 @@ def _problem(rule: str | Rule, n: int, f: int) -> str:
 
 def _serves(rule: str | Rule, n: int, f: int) -> bool:
     try:
-        _rule(rule)(np.zeros((n, 1)), f)
+        rule_of(rule)(np.zeros((n, 1)), f)
     except ValueError:
         return False
     return True

@@ -74,7 +74,6 @@ def _function(value: Any) -> bool:
 
 ARGUMENTS: Fits = {
     **OBJECTS,
-    "model": is_a(nn.Module, "a torch network"),
     "clients": (len, "a list of loaders, one for each client, with at least 1 client"),
     "schedule": (callable, "a function of (round, rounds) that returns a factor"),
     "local_epochs": (lambda value: type(value) is int and value >= 1, "a whole number >= 1"),

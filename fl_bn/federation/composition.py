@@ -19,6 +19,7 @@ from fl_bn.federation.aggregation import Defence
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.schema import Locality
 from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.values import ClientState, Instruction
 from fl_bn.methods import Method, Place
 from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.objectives import Objective
@@ -36,13 +37,17 @@ UNMEASURED = (
     "network does not call (it asks type(layer) is nn.BatchNorm2d, not isinstance, or calls F.batch_norm). docs/contract.md has more"
 )
 OBJECTS: Fits = {
+    "model": is_a(nn.Module, "a torch network"),
+    "instruction": is_a(Instruction, "server_state(...).instruction()"),
+    "kept": is_a(ClientState, "the one of the last round.reply(...)"),
+    "rounds": (lambda value: type(value) is int and value >= 1, "a whole number >= 1, the number of rounds of the run"),
     "method": is_a(Method, "methods.fbn()"),
     "objective": is_a(Objective, "FedProx(0.01)"),
     "optimizer": is_a(ServerOptimizer | None, "fedadam()"),
     "server_optimizer": is_a(ServerOptimizer | None, "fedadam()"),
     "defence": is_a(Defence, "Defence(1, 'median', 'median')"),
 }
-"""The objects of which a run is composed, by their arguments' names."""
+"""The arguments of which a run is composed, by name."""
 
 
 def check_composition(method: Method, settings: LocalTraining, robust: bool = False, server_optimizer: str = "fedavg") -> None:

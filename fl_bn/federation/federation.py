@@ -161,6 +161,7 @@ class Federation:
             objective=objective.described,
             **spec.common,
         )
+        defence.among(policy.least_cohort, refused=0)
         self.server = Server(model, method, policy, optimizer=server_optimizer, defence=defence)
         if buffers := buffers_in_words(self.server.model):
             LOGGER.info("%s", buffers)
@@ -245,7 +246,7 @@ class Federation:
             shared.load(self._last.tensors)  # the server may hold the statistics of the last evaluation
         running = Running(self.task, lambda: shared.whole(self._newest.tensors, batches_trained(self.history)), self._of_clients)
         if first == 1:
-            self._newest = Newest(self._newest.tensors)
+            self._newest, self.server.optimizer = Newest(self._newest.tensors), self.server.optimizer.fresh()
         running.history = tuple(self.history[-(first - 1) :]) if first > 1 else ()
         try:
             callbacks.on_start(running)

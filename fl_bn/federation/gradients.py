@@ -148,8 +148,8 @@ def bounded(
 
 
 def norm_in_round(path: float, learning_rate: float, steps: int, momentum: float) -> float:
-    """Return the norm with which ``steps`` SGD steps move weights by at most ``path``."""
-    return path * (1 - momentum) / (learning_rate * max(steps, 1))
+    """Return the norm with which ``steps`` SGD steps move weights by at most ``path``. At rate 0, any norm does."""
+    return path * (1 - momentum) / (learning_rate * max(steps, 1) or 1.0)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from fl_bn.bn.roles import buffers_in_words
 from fl_bn.exchange.session import Session
 from fl_bn.federation.aggregation import NO_DEFENCE, Defence
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.composition import check_composition, check_layers, check_learns
+from fl_bn.federation.composition import OBJECTS, check_composition, check_layers, check_learns
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.policy import ServerPolicy, constant_rate
 from fl_bn.federation.record import RoundRecord, over_samples, watch
@@ -27,6 +27,7 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
 from fl_bn.methods import Method, Phase
 from fl_bn.objectives import PLAIN, Objective
+from fl_bn.options import check_fits
 
 LOGGER = logging.getLogger("flwr")
 _SAID = set[tuple[str, str]]()
@@ -74,6 +75,7 @@ def local_round(
             ``model``.
         ContractBroken: The network or the loop did not keep docs/contract.md.
     """
+    check_fits(OBJECTS, {"model": model, "method": method, "instruction": instruction, "kept": kept, "objective": objective})
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings)
     check_layers(model, method)
@@ -163,8 +165,8 @@ def server_state(
             ``model`` has none, ``rounds`` is no whole number >= 1, or ``rate``
             gives a wrong rate.
     """
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-        raise ValueError(f"rounds must be a whole number >= 1 (the number of rounds of the run), but got {rounds!r}")
+    parts = {"optimizer": optimizer, "defence": defence, "objective": objective}
+    check_fits(OBJECTS, {"model": model, "method": method, "rounds": rounds, **parts})
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings, robust=defence.active)
     check_learns(model)

@@ -10,7 +10,6 @@ layers exact (``federation.client_pass``).
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -101,7 +100,7 @@ class Passes:
         tolerance = TOLERANCE if most == UNTIL_STILL else 0.0
         if rounds == 0:
             show(Measured(tensors, Pass(0, (), 0, False), RoundRecord(0, Phase.MEASURE.value, 0.0)))
-            least = max(1, policy.min_cohort, math.ceil(policy.min_replies * policy.clients))
+            least = policy.needed(policy.clients)
         for measured in self._passes(transport, 0, tensors, most, tolerance):
             if measured.outcome.clients < least:
                 raise TooFewMeasured(

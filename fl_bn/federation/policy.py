@@ -270,6 +270,10 @@ class ServerPolicy(RunSpec):
         """Return the size of round 1's cohort, the smallest planned one."""
         return max(1, int(self.fraction * (self.at_start or self.clients) + 0.5))
 
+    def needed(self, clients: int) -> int:
+        """Return how many of ``clients`` must give usable replies."""
+        return max(1, self.min_cohort, math.ceil(self.min_replies * clients - 1e-9))
+
     @property
     def called(self) -> ClientNames:
         """Return the names of the clients and of their nodes."""

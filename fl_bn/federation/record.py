@@ -21,7 +21,6 @@ from fl_bn.federation.schema import DIVERGED
 from fl_bn.federation.values import count_tensors, section_bytes
 from fl_bn.methods import Phase
 from fl_bn.options import LARGEST
-from fl_bn.robust import FAR
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.task import Task, weighted_mean
 
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("flwr")
 RUNAWAY_LOSS = 10.0
 """Training diverged if its loss is above this multiple of round 1's, or of 1 if larger."""
+FAR = 3.0
+"""A client is far from the robust update if its distance is above this multiple of the median one."""
 NOT_FINITE = "values are not finite"
 LOWER = "lower the learning rate"
 SHOWN = 4  # the most metrics of the user's own that a line of the log shows, of training and of evaluation each

@@ -7,7 +7,6 @@ leaves out the client whose reply has the largest values.
 from __future__ import annotations
 
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -147,10 +146,9 @@ class Server:
             NotFinite: A new tensor would not be finite. The model stays unchanged.
         """
         policy, phase, cohort = self.policy, Phase(self.record.phase), len(replies.cohort)
-        needed = max(float(policy.min_cohort), policy.min_replies * cohort)
-        if len(parts) < needed:
+        if len(parts) < (needed := policy.needed(cohort)):
             usable = f"only {len(parts)} of {cohort} replies could be used"
-            raise TooFew(f"{usable}, but {math.ceil(needed)} are needed (min-replies, min-cohort, min_train_nodes): nothing changes")
+            raise TooFew(f"{usable}, but {needed} are needed (min-replies, min-cohort, min_train_nodes): nothing changes")
         try:
             defence = self.defence.among(len(parts), len(replies.wrong)) if self.defended else None
         except TooFew as error:

@@ -109,7 +109,7 @@ class LocalTraining(Options):
             (self.clip not in CLIPS, f"clip must be one of {', '.join(CLIPS)}, but got {self.clip!r}"),  # the method decides what auto is
             (not 0 <= self.step_clip < math.inf, f"step_clip must be >= 0 and finite, but got {self.step_clip}"),
             ((self.epochs > 0) == (self.steps > 0),
-             f"give either local epochs or local steps, but got epochs={self.epochs} and steps={self.steps}"),
+             f"give either local epochs or local steps, and 0 for the other, but got epochs={self.epochs} and steps={self.steps}"),
             (self.optimizer == "adam" and self.momentum > 0,
              f"optimizer='adam' has momentum parameters of its own (betas), so momentum must be 0, but got momentum={self.momentum}"),
             (gradients and (self.steps != 1 or self.optimizer != "sgd"),
@@ -223,7 +223,7 @@ class Schedule(Options):
             return self.base * self.decay ** (round - 1)
         if self.kind == "cosine":
             return self.base * (1 + math.cos(math.pi * (round - 1) / rounds)) / 2
-        passed = [factor for share, factor in self.milestones if self.kind == "milestones" and round > share * rounds]
+        passed = [factor for share, factor in self.milestones if self.kind == "milestones" and round - share * rounds > 1e-9]
         return self.base * (passed[-1] if passed else 1.0)
 
 

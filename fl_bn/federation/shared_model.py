@@ -315,7 +315,14 @@ class SharedModel:
         steps = [part.steps for part in parts]
         if self.method.refresh is Refresh.REPORTED:
             self.reported = combine(self.method.renew, shared, reports, steps, self.layers, defence)
-        return combine(self.method.combine, shared, reports, steps, self.layers, defence, pace, self.scales)
+        return self.by_rule(reports, steps, pace, defence)
+
+    def by_rule(
+        self, reports: Sequence[Mapping[str, Moments]], steps: Sequence[float], pace: float, defence: Defence | None = None
+    ) -> dict[str, Running]:
+        """Combine moments, or reported running statistics with counts of samples, by the method's rule."""
+        least = 1 if self.method.report is StatisticsReport.RUNNING else 2
+        return combine(self.method.combine, self.statistics(), reports, steps, self.layers, defence, pace, self.scales, least)
 
     def measured(self, parts: Sequence[Reply], defence: Defence | None, what: str = INPUTS) -> dict[str, Running]:
         """Combine the replies of a statistics-only exchange into shared statistics.

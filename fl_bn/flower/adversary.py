@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fl_bn.bn.moments import Moments, plain_average, pool
-from fl_bn.federation.aggregation import Defence
+from fl_bn.federation.aggregation import Defence, rule_of
 from fl_bn.federation.values import Payload, tensor_name
 from fl_bn.flower.population import Client
 from fl_bn.flower.wire.messaging import Decoded
@@ -73,7 +73,7 @@ def _updates(
     target, light = honest.mean(0), list(honest.astype(np.float32))
 
     def damage(row: np.ndarray) -> float:
-        value = defence.update_rule([*light, *[row.astype(np.float32)] * len(lies)], defence.f).value
+        value = rule_of(defence.updates)([*light, *[row.astype(np.float32)] * len(lies)], defence.f).value
         return float(np.linalg.norm(value - target))
 
     _write(section, names, truths[0], lies, adversary.rows(honest, len(lies), damage) + origin)

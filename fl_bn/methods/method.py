@@ -377,11 +377,6 @@ class Method:
         return self.report in MOMENTS
 
     @property
-    def measures_first(self) -> bool:
-        """Return whether clients measure statistics before they train."""
-        return self.report is StatisticsReport.PASS
-
-    @property
     def exchanges(self) -> bool:
         """Return whether clients exchange statistics layer by layer (FedTAN)."""
         return Phase.EXCHANGE in (self.phase(1, 2), self.phase(2, 2))

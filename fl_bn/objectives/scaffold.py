@@ -55,7 +55,7 @@ class _Controlled(Round):
     def _own(self, name: str, steps: int, learning_rate: float) -> Tensor:
         """Compute a client's new control variate for a parameter (c_i+, line 12)."""
         moved = (self.anchors[name] - self.trained[name].detach()) / (steps * learning_rate)
-        return moved - self.correction[name]
+        return moved - self.correction[name] if learning_rate else self.own[name]  # at rate 0, nothing moved: no gradient is known
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,12 @@ from fl_bn.robust.gram import Gram
 
 Rows = Sequence[np.ndarray | Tensor] | np.ndarray | Tensor
 
-FAR = 3.0  # a row is far if its distance to the value is more than this many times the median distance
 LARGEST = 1e290  # a row whose sum of squares is larger counts as not finite: squared distances to it could overflow
 
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """Report which rows a rule rejected, and which are far from its value.
+    """Report which rows a rule rejected, and how far each is from its value.
 
     Attributes:
         rejected: indices of rows that are not finite, or have a sum of squares
@@ -59,12 +58,6 @@ class Report:
         for row in self.rejected:  # in ascending order
             distances = np.insert(distances, row, np.inf)
         return distances
-
-    @property
-    def far(self) -> tuple[int, ...]:
-        """Return the indices of rows rejected, or beyond ``FAR`` median distances."""
-        limit = FAR * float(np.median(self.distances[np.isfinite(self.distances)]))
-        return tuple(int(i) for i in np.flatnonzero(self.distances > limit))
 
 
 class Outcome(NamedTuple):
@@ -330,7 +323,7 @@ def rule_named(name: str) -> Rule:
     Raises:
         ValueError: a part of the name is unknown.
     """
-    *before, last = name.split("+")
+    *before, last = str(name).split("+")
     if last not in RULES or any(part not in PREAGGREGATIONS for part in before):
         raise ValueError(
             f"expected a rule ({', '.join(RULES)}), alone or after {' or '.join(f'{p}+' for p in PREAGGREGATIONS)}, but got {name!r}"

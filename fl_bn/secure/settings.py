@@ -10,7 +10,7 @@ from fl_bn.options import Options, option, refuse
 from fl_bn.secure.privacy import SECURE, Privacy
 
 MODULUS = 2**32  # the sums are computed modulo this number
-FINEST, WIDEST = 1e-6, 1e3  # limits of clipping ranges: in a wider range, an honest client's vector would be rounded to 0
+FINEST, WIDEST = 1.0, 1e3  # limits of clipping ranges: below, variances are cut; beyond, an honest vector is rounded to 0
 LEAST = 3  # the fewest clients in a sum: of two clients, each could compute the other's vector
 
 
@@ -41,8 +41,7 @@ class SecureAggregation(Options):
     clipping_range: float = secured(
         8.0,
         "values beyond this are cut off: in standard deviations for statistics, in their own units for weights",
-        f"{FINEST}..{WIDEST:.0f}",
-        hidden=True,
+        f"{FINEST:.0f}..{WIDEST:.0f}",
     )
     quantization_range: int = secured(22, "bits per value within that range", "4..30", hidden=True)
     privacy: Privacy | None = None
@@ -72,8 +71,8 @@ class SecureAggregation(Options):
         refuse(
             (clients < LEAST, f"secure aggregation needs at least {LEAST} clients in a sum, but got {clients}"),
             (clients << self.quantization_range >= MODULUS,
-             f"the sum of {clients} vectors may overflow: set secagg-quantization-range to {most} or less"),
+             f"the sum of {clients} vectors may overflow: take fewer clients, or SecureAggregation(quantization_range={most}) in Python"),
             (self.shares and self.shares % 2 == 0,
              f"secagg-shares must be 0 (one per client) or an odd number from {LEAST}, but got {self.shares}"),
-            (not fits, f"secagg-threshold must be 0, or more than half of the {shares} shares and at most all, but got {threshold}"),
+            (not fits, f"threshold must be 0, or more than half of the {shares} shares and at most all, but got {threshold}"),
         )  # fmt: skip

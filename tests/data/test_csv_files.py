@@ -26,7 +26,7 @@ SCHEME: dict[str, Any] = {
     "target": "outcome",
     "classes": ["well", "ill"],
     "ignore": ["id"],
-    "numeric": {"age": {"mean": 50, "std": 10}, "dose": {}},
+    "numeric": {"age": {"mean": 50, "std": 10}, "dose": {"mean": 0}},
     "categorical": {"smoker": ["no", "yes"], "ward": ["a", "b", "c"]},
 }
 HEADER = "id,age,dose,smoker,ward,outcome"
@@ -160,6 +160,7 @@ def test_a_wrong_file_is_refused_by_line_and_column(text: str, line: int, column
         ({"target": None}, "target"),
         ({"classes": ["well"]}, "classes"),
         ({"numeric": {"age": {"sd": 3}}}, "'sd'"),
+        ({"numeric": {"age": {"std": 3}}, "missing": "fill"}, "mean"),
     ],
 )
 def test_a_description_that_is_wrong_is_refused(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
@@ -173,6 +174,8 @@ def test_paths(tmp_path: Path) -> None:
     file, other = site(tmp_path / "a"), site(tmp_path / "b", "south", classes=["ill", "well"])
     with wrong_data(tmp_path / "b" / "columns.toml"):
         load_csv(f"{file},{other}", 0)
+    with wrong_data(one := site(tmp_path / "a", "one", rows=ROWS[:1])):  # a file without a test row, beside another
+        load_csv(f"{file},{one}", 0)
     (tmp_path / "a" / "columns.toml").unlink()
     for path in (str(tmp_path / "gone.csv"), str(file)):
         with pytest.raises(DataNotFound):
@@ -192,6 +195,9 @@ def test_a_draft_describes_the_files_and_looks_at_no_test_row(tmp_path: Path) ->
     assert float(data.x_train[:, 0].std()) == pytest.approx(1, abs=0.05)
     chosen = split(read_rows(file, columns), columns)
     kept = [row for i, row in enumerate(rows) if i != 3]
+    file.write_text("\n".join([HEADER, *rows[1:], rows[0].replace(",40,", ",<40,")]))
+    with wrong_data(file, "line 61, column 'age'"):  # one cell that is no number does not change what a column is
+        draft(str(file), "outcome")
     for spoilt, same in (("test", True), ("training", False)):  # control: training rows do count
         aged = [re.sub(r",\d+", ",900", row, count=1) if test is same else row for row, test in zip(kept, chosen.tolist(), strict=True)]
         file.write_text("\n".join([HEADER, *aged]) + "\n")

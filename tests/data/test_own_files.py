@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from base64 import b85decode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,8 @@ def test_malformed_arrays_are_named(tmp_path: Path) -> None:
         path = npz(tmp_path / part, made() | {part: array})
         with wrong_data(path, part):
             load("npz", path)
+    masks = np.tile([[0, 4], [255, -100]], (4, 4, 4))  # 255 and labels below 0 do not count
+    assert load("npz", npz(tmp_path / "masks", made() | {"y_train": masks, "y_test": masks[:2]})).classes == 5  # control
 
 
 class Harmful:
@@ -166,6 +169,9 @@ def test_sites_agree_on_labels_only_by_a_shared_classes_txt(tmp_path: Path) -> N
     assert [(data.y_train.tolist(), data.y_test.tolist(), data.classes) for data in found] == [([1, 0], [0], 3), ([0, 2], [0], 3)]
 
 
+SIXTEEN_BITS = "iBL{Q4GJ0x0000DNk~Le00008000085CQ-I02}@Fp8x;=5=lfsRCwBBVALTEGK^}Vg$4l0-yy-kC#%H(0000<MNUMnLSTX"
+
+
 def test_a_wrong_image_is_named_and_a_hidden_file_is_passed_over(tmp_path: Path) -> None:
     images(tmp_path, made())
     (tmp_path / "train" / "a" / ".DS_Store").write_bytes(b"\0")
@@ -174,8 +180,9 @@ def test_a_wrong_image_is_named_and_a_hidden_file_is_passed_over(tmp_path: Path)
     file = tmp_path / "train" / "a" / "0.png"
     (tmp_path / "cut").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
     Image.fromarray(np.full((8, 8), 3000, dtype=np.uint16)).save(tmp_path / "deep.png")  # converted, its pixels would saturate
+    (tmp_path / "deep colours.png").write_bytes(b85decode(SIXTEEN_BITS))
     Image.new("RGB", (12, 12)).save(tmp_path / "large.png")  # the others outvote it
-    for wrong in ("cut", "deep.png", "large.png"):
+    for wrong in ("cut", "deep.png", "deep colours.png", "large.png"):
         file.write_bytes((tmp_path / wrong).read_bytes())
         with wrong_data(file):
             load("folder", f"{tmp_path}/")

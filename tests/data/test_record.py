@@ -22,6 +22,8 @@ from tests.experiment.small_data import small_config, small_npz
 from tests.listed import listed
 from tests.refusals import wrong_data
 
+MASKS = torch.tensor([0, 1, 2, 255, -100, 0, 1, 2]).expand(4, 8, 8)
+
 
 def small(**changes: Any) -> Dataset:
     """Four training and two test images of 8 x 8 pixels."""
@@ -37,6 +39,8 @@ def small(**changes: Any) -> Dataset:
         ({"x_train": torch.tensor([[1.0], [2.0], [torch.nan], [1.0]])}, "x_train"),
         ({"y_train": torch.tensor([0, 1, 3, 1])}, "y_train"),
         ({"y_train": torch.tensor([[0, 1], [1, 1], [2, 1], [0, 0]]), "classes": 2}, "y_train"),
+        ({"y_train": MASKS + 3, "y_test": MASKS[:2]}, "y_train"),
+        ({"y_train": MASKS[:, 0], "y_test": MASKS[:2]}, "y_train"),
         ({"domains": ("a",)}, "domain_train"),
         ({"domain_train": torch.full((4,), 1), "domain_test": torch.zeros(2).long(), "domains": ("a",)}, "domain_train"),
     ],
@@ -44,6 +48,7 @@ def small(**changes: Any) -> Dataset:
 def test_a_wrong_record_is_refused(changes: dict[str, Any], part: str) -> None:
     with wrong_data("made-up", part):
         small(**changes)
+    small(y_train=MASKS, y_test=MASKS[:2])  # control: 255 and labels below 0 are left out
 
 
 # From bytes to input

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_bn import Callback, Federation, SeededBatches, methods
+from fl_bn.federation.optimizers import fedadam
 from fl_bn.methods import Refresh
 from tests.doors.doors import apart
 from tests.listed import listed
@@ -92,6 +93,22 @@ def test_the_model_is_one_that_was_evaluated_where_statistics_are_measured(name:
     same = [key for key, tensor in notes.evaluated[4].items() if "tracked" not in key and torch.equal(found[key], tensor)]
     assert (len(same) > 4) == measures  # control: the others' weights are those of round 5
     assert found["1.running_mean"].any()
+
+
+def test_a_second_run_begins_without_the_momentum_of_the_first() -> None:
+    again = Federation(net(), methods.fedavg(), SEEDED, server_optimizer=fedadam(), clip="none")
+    list(again.run(2))
+    new = Federation(again.model, methods.fedavg(), SEEDED, server_optimizer=fedadam(), clip="none")
+    runs = [[one.model.state_dict() for _ in one.run(1)] for one in (again, new)]
+    assert apart(*runs) == 0
+
+
+def test_one_sample_in_all_gives_running_statistics() -> None:
+    """A sample of 36 values per channel: FedAvg averages what torch measured, however few samples there are."""
+    image = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 3))
+    one = Federation(image, methods.fedavg(), [[(torch.rand(1, 1, 8, 8) + 5, torch.tensor([1]))]])
+    list(one.run(1))
+    assert one.model.get_buffer("1.running_mean").abs().min() > 0
 
 
 def test_the_network_given_is_not_changed() -> None:

@@ -56,6 +56,7 @@ def of_others(parameters: Any) -> SGD:
     return SGD(net().parameters(), lr=0.1)
 
 
+SCAFFOLD = {"objective": Scaffold(), "optimizer": partial(SGD, lr=0.1)}
 OTHER, TESTS = nn.Parameter(torch.ones(())), [batches(seed=i) for i in (7, 8, 9)]
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "optimizer of other parameters": ({"optimizer": of_others}, "SGD"),
@@ -87,6 +88,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "model with nothing to train": ({"model": net().requires_grad_(False)}, "requires_grad"),
     "objective that FedTAN cannot follow": ({"method": methods.fedtan(), "objective": Scaffold()}, "objective"),
     "objective that no rule guards": ({"objective": Scaffold(), "defence": Defence(1, "median", "median")}, "robust"),
+    "defence against more than there are": ({"defence": Defence(2, "median", "median")}, "median"),
     "objective of plain SGD, with AdamW": ({"objective": Scaffold(), "optimizer": partial(AdamW, lr=0.1)}, "SGD"),
 }
 
@@ -101,6 +103,11 @@ def test_an_argument_of_federation_is_refused_before_round_1(options: dict[str, 
 def without_gradients() -> None:
     with torch.no_grad():
         run()
+
+
+def given(instruction: Any) -> None:
+    with local_round(convert(net(), FEDAVG), FEDAVG, instruction):
+        pass
 
 
 class Wrong:
@@ -130,6 +137,10 @@ RUNS: dict[str, tuple[Give, str]] = {
     **{f"the network of client {one!r}": (lambda one=one: trained().client_model(one), repr(one)) for one in (3, -1, "0")},
     "fewer targets than inputs": (lambda: SeededBatches(torch.zeros(8, 4), torch.zeros(5), 4), "(5,)"),
     "a batch size of a float": (lambda: SeededBatches(torch.zeros(8, 4), torch.zeros(8), 4.0), "batch_size"),
+    "a defence against half an attacker": (lambda: Defence(1.5, "median", "median"), "f"),  # type: ignore[arg-type]
+    "a defence without a rule": (lambda: Defence(1, None), "None"),  # type: ignore[arg-type]
+    "a state for an instruction": (lambda: given(server_state(net(), FEDAVG, 2)), "instruction"),
+    "a method by its function": (lambda: server_state(net(), methods.fbn, 2), "method"),  # type: ignore[arg-type]
     "a table of bytes": (lambda: SeededBatches(torch.zeros(8, 5, dtype=torch.uint8), torch.zeros(8), 4), "uint8"),
 }
 
@@ -147,6 +158,8 @@ def test_what_a_run_cannot_use_is_refused(give: Give, key: str) -> None:
 
 
 def test_control_its_like_is_taken() -> None:
+    for method, objective in ((methods.fbn(), {}), (methods.hbn(), {}), (methods.fixbn(0), {}), (FEDAVG, SCAFFOLD)):
+        assert [one.aggregated for one in run(method, rounds=2, schedule=lambda round, rounds: round - 1.0, **objective)] == [True, True]
     assert run(optimizer=lambda parameters: SGD([*parameters][:2], lr=0.1), scheduler=lambda optimizer: None)[0].aggregated
     with torch.no_grad():
         assert run(methods.fbn(), 0) == []  # measuring needs no gradients
@@ -184,7 +197,7 @@ def a_round(method: Method = FEDAVG, train: Any = None) -> None:
     """Train ``train``, or the network of the round."""
     model = convert(net(), method)
     with local_round(model, method, server_state(net(), method, rounds=2).instruction()) as round:
-        if method.measures_first:
+        if method.report.name == "PASS":
             round.measure(batches())
         trains = train or model
         F.cross_entropy(trains(batches()[0][0]), batches()[0][1]).backward()

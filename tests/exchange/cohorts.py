@@ -21,13 +21,16 @@ Outcome = list[Answer | ExchangeFailed]
 
 
 class Clock:
-    """Replace the clock of a session. The time ``now`` changes only when a test sets it."""
+    """Replace ``time``. The time ``now`` changes only when a test sets it, or somebody sleeps."""
 
     def __init__(self) -> None:
         self.now = 1000.0
 
     def monotonic(self) -> float:
         return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 class Cohort:

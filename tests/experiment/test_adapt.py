@@ -17,15 +17,7 @@ from fl_bn.app.former import PAPERS
 from fl_bn.app.history import read_rows
 from fl_bn.federation.recalibration import HOW
 from fl_bn.flower import run_in_process
-from tests.experiment.inside import (
-    config,
-    dataset,
-    ends_well,
-    ends_with_a_sentence,
-    evaluate,
-    parse_overrides,
-    source_model,
-)
+from tests.experiment.inside import config, dataset, ends_well, ends_with_a_sentence, evaluate, parse_overrides, source_model
 from tests.experiment.small_data import small_npz
 from tests.integration.runs import table, tiny
 from tests.listed import listed

@@ -74,18 +74,22 @@ def test_gradients_are_those_of_the_clients_merged_batches() -> None:
 STEPS, UNION = 5, {"update": "weights", "local_steps": 5, "weight_decay": 0.0}
 
 
-def union_by_hand(normaliser: str = "bn", frozen_after: int = len(RATES)) -> list[float]:
-    """SGD on batches of 24 of all data; each round's mean loss. ``normaliser``: "bn", or "gn" with two groups."""
+SOME = {"partition": "dirichlet", "partition_parameter": 0.3, "sizes": "equal"}
+
+
+def union_by_hand(normaliser: str = "bn", frozen_after: int = len(RATES), some: bool = False) -> list[float]:
+    """SGD on batches of 24 of all data that a client has; each round's mean loss. ``normaliser``: "bn", or "gn" with two groups."""
+    held = torch.cat(partitions(config(**SOME if some else {}))).sort().values
     data, model, found = dataset(config()), copy.deepcopy(source_model(config())), list[float]()
     if normaliser == "gn":
         model[2] = nn.GroupNorm(2, 12).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATES[0], momentum=MOMENTUM)
     for round, rate in enumerate(RATES, 1):
         optimizer.param_groups[0]["lr"] = rate
-        order, total = np.random.default_rng(np.random.SeedSequence([0, 0, round, 0])).permutation(len(data.y_train)), 0.0
+        order, total = np.random.default_rng(np.random.SeedSequence([0, 0, round, 0])).permutation(len(held)), 0.0
         model[2].train(round <= frozen_after)
         for step in range(STEPS):
-            index = torch.from_numpy(order[step * 24 : (step + 1) * 24])
+            index = held[order[step * 24 : (step + 1) * 24]]
             loss = F.cross_entropy(model(data.x_train[index].double() / 127.5 - 1), data.y_train[index])
             optimizer.zero_grad()
             loss.backward()
@@ -100,13 +104,14 @@ def union_by_hand(normaliser: str = "bn", frozen_after: int = len(RATES)) -> lis
     [
         ({}, {}),
         ({"method": "gn"}, {"normaliser": "gn"}),
+        (SOME, {"some": True}),
         ({"method": "fixbn", "clip": "none", "centre_gradients": "never", "frozen_rate": 1.0}, {"frozen_after": 2}),  # half of the rounds
     ],
 )
 def test_training_on_the_union_is_plain_pytorch(keys: dict[str, Any], reference: dict[str, Any]) -> None:
     found = losses(config(**{**UNION, **keys}))
     assert found == pytest.approx(union_by_hand(**reference), rel=1e-10)
-    others = [other for other in ({}, {"normaliser": "gn"}, {"frozen_after": 2}) if other != reference]
+    others = [other for other in ({}, {"normaliser": "gn"}, {"frozen_after": 2}, {"some": True}) if other != reference]
     assert not any(found == pytest.approx(union_by_hand(**other), rel=1e-3) for other in others)  # controls
 
 

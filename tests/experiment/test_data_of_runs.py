@@ -14,16 +14,7 @@ from fl_bn.app.testing import test_metrics as metrics_of_test
 from fl_bn.models import build
 from fl_bn.robust.attacks import LABEL_FLIP
 from tests.data.test_own_files import draw
-from tests.experiment.inside import (
-    RunConfig,
-    Samples,
-    client_samples,
-    config,
-    dataset,
-    evaluate,
-    partitions,
-    refusing,
-)
+from tests.experiment.inside import RunConfig, Samples, client_samples, config, dataset, evaluate, partitions, refusing
 from tests.experiment.small_data import CLASSES, small_config, small_sites
 from tests.experiment.test_task_runs import hospital
 from tests.listed import listed

@@ -229,7 +229,7 @@ CONDITIONS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"update-rule": "median", "server-optimizer": "fedadam"}, {"method": "single"}, {"method": "fedbn"}),
     ({"keep-best": True}, {"method": "single"}, {"method": "fedbn"}),
     ({"attack-strength": 2.0}, {"byzantine": 1}, UNDER_ATTACK),
-    ({"secagg-shares": 5}, {}, SUMMED),
+    ({"secagg-shares": 5, "secagg-clipping-range": 9.0}, {}, SUMMED),
     ({"dp-noise": 1.0}, {"client-weights": "uniform"}, {"client-weights": "uniform", **SUMMED}),
     ({"dp-clip": 2.0, "dp-statistics-clip": 2.0, "dp-delta": 1e-6}, SUMMED, NOISY),
     ({"learning-rate-decay": 0.1}, {}, {"learning-rate-schedule": "step"}),

@@ -18,7 +18,13 @@ EACH = 2  # releases of a round of fbn: updates and statistics
 
 
 def private(folder: Path, **overrides: str | int | float | bool) -> Values:
-    secret: Values = {"secure_aggregation": True, "client_weights": "uniform", "dp_noise": NOISE, "method": "fbn"}
+    secret: Values = {
+        "secure_aggregation": True,
+        "client_weights": "uniform",
+        "dp_noise": NOISE,
+        "secagg_clipping_range": 16.0,
+        "method": "fbn",
+    }
     return small_run(folder, **{**secret, **overrides})
 
 

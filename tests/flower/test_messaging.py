@@ -14,6 +14,7 @@ from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds
 from fl_bn.flower.wire import messaging as module
 from fl_bn.flower.wire.messaging import DIED, LOOK, POLL, receive
 from fl_bn.methods import METHODS, Method
+from tests.exchange.cohorts import Clock
 from tests.flower.inside import RoundRecord, Samples
 from tests.hostile.recorded import Liar
 from tests.in_process import WatchedGrid, a_tenth, client_app, identical, run
@@ -23,19 +24,6 @@ from tests.networks import seeded_network
 from tools.hostile.transport import ByteGrid
 
 FBN = METHODS["fbn"]()
-
-
-class Clock:
-    """Time that passes when somebody sleeps, and never else."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.fixture

@@ -12,17 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, Strategy
 
 from fl_bn import EarlyStop, methods
-from fl_bn.flower import (
-    FBN,
-    HBN,
-    FedAvgBN,
-    FedBN,
-    FixBN,
-    InProcessGrid,
-    OwnAppStrategy,
-    Rounds,
-    RunFailed,
-)
+from fl_bn.flower import FBN, HBN, FedAvgBN, FedBN, FixBN, InProcessGrid, OwnAppStrategy, Rounds, RunFailed
 from fl_bn.methods import METHODS
 from fl_bn.objectives import PLAIN, Objective, Scaffold
 from fl_bn.secure.settings import SecureAggregation

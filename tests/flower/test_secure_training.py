@@ -96,9 +96,10 @@ def test_diverged_training_sends_nothing(clients: list[Samples], log: pytest.Log
         ({"clients": 10, "fraction": 0.2}, "3 clients in a sum, but got 2"),
         ({"defence": Defence(1, "median", "median")}, "defence"),
         ({"method": METHODS["fedtan"]()}, "layer by layer"),
-        ({"clients": 64, "secure": SecureAggregation(quantization_range=26)}, "secagg-quantization-range to 25"),
+        ({"clients": 64, "secure": SecureAggregation(quantization_range=26)}, "quantization_range=25"),
         ({"secure": SecureAggregation(threshold=2)}, "5 shares"),
         ({"secure": SecureAggregation(privacy=Privacy(1, 1, 1))}, "client-weights"),
+        ({"secure": SecureAggregation(privacy=Privacy(1, 1, 9))}, "secagg-clipping-range: set that to 20.8"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_run(change: dict[str, Any], said: str) -> None:

@@ -17,6 +17,7 @@ from fl_bn.app.report.formats import runs_csv, to_markdown
 from fl_bn.app.report.layout import Table, lay_out, tabulate
 from fl_bn.app.report.pictures import series
 from fl_bn.app.report.settings import read_settings
+from fl_bn.app.summary import STOPPED
 from tests.listed import listed
 from tests.refusals import naming
 from tests.report.made_up import comparison, read, rounds, run, sweep
@@ -25,17 +26,6 @@ from tests.report.made_up import comparison, read, rounds, run, sweep
 def table_of(folder: Path) -> Table:
     cells = read_cells(folder)
     return tabulate(lay_out(read_settings(folder), cells), cells)
-
-
-def test_a_row_that_stands_apart_is_best_of_nothing_and_compares_with_nothing(tmp_path: Path) -> None:
-    """Control: without the key it is the best."""
-    for method, accuracy in (("known", 0.9), ("a", 0.5), ("b", 0.4)):
-        run(tmp_path, {"method": method}, rounds([accuracy]))
-    sweep(tmp_path, "[report]\napart = ['known']")
-    assert {row for row, _ in table_of(tmp_path).best} == {"a"}
-    assert table_of(tmp_path).entries["known"]["accuracy"].mean == pytest.approx(90)
-    sweep(tmp_path, "[report]")
-    assert {row for row, _ in table_of(tmp_path).best} == {"known"}
 
 
 def test_the_best_round_instead_of_the_last(tmp_path: Path) -> None:
@@ -151,28 +141,20 @@ def test_a_tidy_line_per_run_and_round(tmp_path: Path) -> None:
     assert failed == ("failed", "RunFailed: client 3 sent\nNaN")
 
 
-def test_the_worst_value_on_an_axis_by_hand(tmp_path: Path) -> None:
-    """Of the mean over seeds: 40 under foe, 50 under alie, whose single worst run is worse; an attack without a number counts last."""
-    sweep(tmp_path, "[report]\nrows = 'rule'\nworst = 'attack'")
-    for attack, values in {"foe": (0.4, 0.4), "alie": (0.2, 0.8), "none": (0.9, 0.9)}.items():
-        for seed, value in enumerate(values):
-            run(tmp_path, {"rule": "mean", "attack": attack, "seed": seed}, rounds([value]))
-    run(tmp_path, {"rule": "median", "attack": "foe", "seed": 0}, rounds([0.5]), "failed")
-    run(tmp_path, {"rule": "median", "attack": "alie", "seed": 0}, rounds([0.6]))
-    markdown = to_markdown(table_of(tmp_path))
-    assert "| mean | 40.0 (0.0) |" in markdown
-    assert "| median | **60.0**" in markdown
-
-
 def test_runs_that_are_no_sweep_are_named_by_what_differs(tmp_path: Path) -> None:
-    for name, keys, value in (("a", "seed = 0", 0.4), ("b", "seed = 1", 0.6), ("c", "seed = 0\nlearning-rate = 0.1", 0.8)):
+    for name, keys, value in (
+        ("a", "seed = 0", 0.4),
+        ("b", "seed = 1", 0.6),
+        ("c", "seed = 0\nlearning-rate = 0.1", 0.8),
+        ("d", "seed = 2", 1.0),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.toml").write_text(f"method = 'fbn'\nname = '{name}'\n{keys}\n")
         (tmp_path / name / "rounds.jsonl").write_text(json.dumps({"round": 1, "accuracy": value}) + "\n")
-        (tmp_path / name / "summary.md").write_text("")
+        (tmp_path / name / "summary.md").write_text(f"{STOPPED} after 1 of 5 rounds." if name == "d" else "")
     files = write_report(tmp_path / "report", runs=[tmp_path])
     text = files[1].read_text()
-    assert "| fbn, learning-rate=0.05 | 50.0 (14.1) |" in text
+    assert "| fbn, learning-rate=0.05 | 50.0 (14.1), 2 of 3 |" in text
     assert "| fbn, learning-rate=0.1 | **80.0**" in text
 
 

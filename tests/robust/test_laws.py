@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fl_bn.robust import PREAGGREGATIONS, RULES, Rule, bucketing, krum, mean, median, multi_krum, nnm, rule_named, trimmed_mean
 from tests.listed import listed
 from tests.refusals import naming
-from tests.robust.cases import MIXED, NAMES, SIMPLE, SIZES, TOLERANCE, Cohort, apart, close, cohorts, few, some
+from tests.robust.cases import MIXED, NAMES, SIMPLE, SIZES, TOLERANCE, apart, close, cohorts, few
 
 SELECTING = [name for name in MIXED if name != "nnm+mean"]
 UNMOVED = ["median", "trimmed-mean", "krum", "multi-krum", *SELECTING]
@@ -33,14 +33,6 @@ def test_distances_are_those_to_the_value(name: str, data: st.DataObject) -> Non
     value, report = rule_named(name)(x, cohort.f)
     close(report.distances, np.sqrt(((x - value) ** 2).sum(1)))
     assert report.rejected == ()
-
-
-@some
-@given(cohort=cohorts(least_f=1))
-def test_far_rows_are_far_from_the_value(cohort: Cohort) -> None:
-    report = median(cohort.rows(1e3), cohort.f).report
-    assert report.far == tuple(np.flatnonzero(report.distances > 3 * np.median(report.distances)))
-    assert set(cohort.liars) <= set(report.far) or cohort.n < 2 * cohort.f + 2  # there the median is of lies, too
 
 
 # what f rows can do
@@ -108,7 +100,6 @@ def test_rows_with_one_number_that_is_none_leave(name: str, dtype: str, data: st
     got, want = rule_named(name)(rows, cohort.f), rule_named(name)(rows[alone], 0)
     np.testing.assert_array_equal(got.value, want.value)
     assert list(got.report.rejected) == np.flatnonzero(np.isinf(got.report.distances)).tolist() == cohort.liars
-    assert set(cohort.liars) <= set(got.report.far)
     if name in (*SELECTING, "krum", "multi-krum"):
         close(got.value, rule_named(name)(cohort.rows(SIZES[dtype][-1], dtype), cohort.f).value, TOLERANCE[dtype])
 
@@ -152,7 +143,7 @@ def test_all_kinds_agree_and_are_only_read(name: str, dtype: str, poison: float,
         got = rule(rows, F)
         np.testing.assert_array_equal(got.value, want.value)
         assert (type(got.value), got.value.dtype, got.value.shape) == (type(rows[0]), rows[0].dtype, rows[0].shape)
-        assert (got.report.rejected, got.report.far) == (want.report.rejected, want.report.far)
+        assert got.report.rejected == want.report.rejected
         for row, was in zip(rows, before, strict=True):
             np.testing.assert_array_equal(row, was)
 

@@ -54,6 +54,7 @@ def test_with_gradients_the_client_steps_what_stays_home(name: str, home: Role, 
         (Schedule(1.0, "exponential", 0.5), [0.5**t for t in range(8)]),
         (Schedule(1.0, "cosine", 0.5), [(1 + math.cos(math.pi * t / 8)) / 2 for t in range(8)]),
         (Schedule(2.0, "milestones", 0.9, milestones_of("0.25:0.5, 0.75:0.1")), [2, 2, 1, 1, 1, 1, 0.2, 0.2]),
+        (Schedule(1.0, "milestones", 0.9, milestones_of("0.37499999999999994:0.5")), [1, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.5]),
     ],
 )
 def test_learning_rate_schedules(schedule: Schedule, rates: list[float]) -> None:

@@ -109,6 +109,7 @@ def test_who_makes_the_result_overflow_is_named_and_left_out_of_the_next_round(d
     assert not one.conclude(RoundReplies(range(4), came))
     assert same(before, one.shared.tensors())
     assert one.left_out == {1}
+    assert [ServerPolicy(100, min_replies=0.55).needed(n) for n in (100, 10, 1)] == [55, 6, 1]
     assert [client.client for client in one.record.accepted] == [0, 2, 3]
     one.begin(2)
     assert one.conclude(RoundReplies([0, 2, 3], [reply for reply in came if reply.client != 1]))

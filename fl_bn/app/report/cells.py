@@ -16,6 +16,7 @@ from fl_bn.app.config import ConfigError, RunConfig
 from fl_bn.app.former import read_config
 from fl_bn.app.history import LINES, number, read_rows
 from fl_bn.app.report.settings import SEED, label
+from fl_bn.app.summary import ended
 from fl_bn.data.record import TEST, evaluated_on
 from fl_bn.task import CLASSIFICATION, SHARE, TASKS, lower_is_better
 
@@ -143,7 +144,7 @@ def read_runs(folders: Sequence[Path]) -> list[Cell]:
         axes = {"method": name, SEED: int(config[SEED])}
         if any(cell.axes == axes for cell in cells):
             axes["method"] = run.name
-        status = "finished" if (run / "summary.md").exists() else "unfinished"
+        status = "finished" if ended(run / "summary.md") else "unfinished"
         cells.append(Cell(run.name, axes, config, status, rows=tuple(read_rows(run / LINES)[0])))
     return cells
 

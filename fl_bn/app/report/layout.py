@@ -105,15 +105,6 @@ class Layout:
         instead = "not finite" if values else "not measured" if any(c.finished for c in cells) else cells[0].status if cells else NOT_RUN
         return Entry(kept, len(cells), instead)
 
-    def worst(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Return the ``cells`` whose value on ``settings.worst`` has the worst mean metric.
-
-        Values without a finite metric count last.
-        """
-        sign = -1 if self.lower_is_better else 1
-        groups = self.by((self.settings.worst,), cells).values()
-        return min(groups, key=lambda group: sign * mean if math.isfinite(mean := self.entry(group).mean) else math.inf)
-
     def by(self, axes: Sequence[str], cells: Sequence[Cell] | None = None) -> dict[tuple[str, ...], list[Cell]]:
         """Group runs by their values on ``axes``, in the order of the sweep file."""
         groups: dict[tuple[str, ...], list[Cell]] = {}
@@ -161,7 +152,8 @@ class Table:
     def caption(self) -> str:
         """Return the caption, with the metric, its round, and the number of seeds."""
         at = "best round, chosen by this very number" if self.layout.settings.at == "best" else "last round"
-        at += f", under the worst {worst}" if (worst := self.layout.settings.worst) else ""
+        of_domains = any(row.get("per-domain") for cell in self.layout.cells for row in cell.rows)
+        at += ", mean over the domains" if of_domains and self.layout.settings.domains == AVERAGE else ""
         of = f"mean (standard deviation) over {self.seeds} seeds" if self.seeds > 1 else "one seed"
         of += "" if self.same_runs else " where nothing else is said"
         printed = any(entry.paper for row in self.entries.values() for entry in row.values())
@@ -196,12 +188,12 @@ def lay_out(settings: Settings, cells: Sequence[Cell]) -> Layout:
     settings = replace(settings, metric=metric)
     axes = [axis for axis in _axes(readable) if axis != SEED]
     row_axis = settings.rows or ("method" if "method" in axes else axes[0] if axes else "")
-    for what, names in (("rows", (settings.rows,)), ("columns", settings.columns or ()), ("worst", (settings.worst,))):
+    for what, names in (("rows", (settings.rows,)), ("columns", settings.columns or ())):
         for name in filter(None, names):
             check_axis(name, what, axes)
     empty = Layout(settings, readable, row_axis, (), (), (), {})
-    named = [axis for axis in settings.columns or () if axis not in (row_axis, settings.worst)]
-    others = [axis for axis in axes if axis not in (row_axis, settings.worst, *named)]
+    named = [axis for axis in settings.columns or () if axis != row_axis]
+    others = [axis for axis in axes if axis not in (row_axis, *named)]
     if settings.columns is not None:
         others = [axis for axis in others if len(empty.values(axis)) > 1]
     rest = (*named, *others)
@@ -209,7 +201,6 @@ def lay_out(settings: Settings, cells: Sequence[Cell]) -> Layout:
     by_column = {", ".join(key) or metric: of for key, of in empty.by(rest).items()}
     for column, of in by_column.items():
         for (row,), runs in empty.by((row_axis,), of).items():
-            runs = empty.worst(runs) if settings.worst else runs
             groups[row, column] = tuple(sorted(runs, key=lambda cell: (len(cell.at(SEED)), cell.at(SEED))))
     return replace(empty, rest=rest, rows=tuple(empty.values(row_axis)), columns=tuple(by_column), groups=groups)
 
@@ -234,7 +225,7 @@ def by_domain(cells: Sequence[Cell], each: bool = True) -> list[Cell]:
 
 def _mean(values: Mapping[str, float | None]) -> float | None:
     known = [value for value in values.values() if value is not None]
-    return sum(known) / len(known) if len(known) == len(values) else None
+    return sum(known) / len(known) if known else None
 
 
 def tabulate(layout: Layout, cells: Sequence[Cell]) -> Table:
@@ -271,8 +262,8 @@ def _wrong(cell: Cell, metric: str, at: str) -> str:
 
 
 def _best(entries: Mapping[str, Mapping[str, Entry]], column: str, layout: Layout) -> list[str]:
-    """Return the rows with a column's best number; none if there are fewer than two, without those ``apart``."""
-    means = {row: of[column].mean for row, of in entries.items() if of[column].values and row not in layout.settings.apart}
+    """Return the rows with a column's best number; none if there are fewer than two."""
+    means = {row: of[column].mean for row, of in entries.items() if of[column].values}
     if len(means) < 2:
         return []
     top = as_text((min if layout.lower_is_better else max)(means.values()), layout.metric)

@@ -17,7 +17,7 @@ from fl_bn.app.report.cells import Cell, read_cells, read_runs
 from fl_bn.app.report.formats import runs_csv, texts, to_markdown
 from fl_bn.app.report.layout import Layout, Table, by_domain, lay_out, tabulate
 from fl_bn.app.report.pictures import against, curves
-from fl_bn.app.report.settings import EACH, SEED, Settings, read_settings
+from fl_bn.app.report.settings import AVERAGE, EACH, SEED, Settings, read_settings
 from fl_bn.support import durable
 
 PAGE = "report.html"
@@ -90,7 +90,7 @@ def write_report(folder: Path, runs: Sequence[Path] = (), further: Further | Non
             ended, or [report] in its ``sweep.toml`` is wrong.
     """
     if runs:
-        report = report_of(Settings(folder.name), read_runs(runs), folder, further)
+        report = report_of(Settings(folder.name, domains=AVERAGE), read_runs(runs), folder, further)
     else:
         report = report_of(read_settings(folder), read_cells(folder), folder, further)
     files = {"runs.csv": runs_csv(report.cells).encode()}

@@ -18,10 +18,8 @@ EACH, AVERAGE = "each", "average"  # values of Settings.domains
 TEXTS = "a list of texts"
 REPORT = {
     "title": str, "rows": str, "columns": TEXTS, "metric": str, "at": str, "x": TEXTS, "against": TEXTS, "domains": None,
-    "apart": TEXTS, "worst": str,
 }  # fmt: skip
 """Key of [report] -> the type of its value; None: several types."""
-FORMER = ("heat", "boxplot", "per-class", "drift")  # keys of [report] in earlier versions, which drew further pictures
 
 
 @dataclass(frozen=True)
@@ -55,10 +53,6 @@ class Settings:
         against: The numeric axes of the sweep against which to draw the metric.
         domains: ``EACH``: report every domain and their mean; ``AVERAGE``: report
             the mean only; empty: report the metric on all test data.
-        apart: Rows that are never marked as the best, since they cannot be
-            compared.
-        worst: An axis, such as the attack. Each entry has the runs of its value
-            with the worst metric.
         notes: A text for the page.
         order: The values of each axis, in the order of the sweep file.
     """
@@ -71,8 +65,6 @@ class Settings:
     x: tuple[str, ...] = ("round",)
     against: tuple[str, ...] = ()
     domains: str = ""
-    apart: tuple[str, ...] = ()
-    worst: str = ""
     paper: Paper = Paper()
     notes: str = ""
     order: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -94,8 +86,7 @@ def read_settings(folder: Path) -> Settings:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not a TOML file: {error}") from error
     try:
-        report = {key: value for key, value in table_of(tables, "report").items() if key not in FORMER}
-        return parse_settings({**tables, "report": report}, folder.name, text)
+        return parse_settings(tables, folder.name, text)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
 

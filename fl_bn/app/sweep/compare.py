@@ -7,6 +7,7 @@ from typing import Any
 
 from fl_bn.app.config import ConfigError
 from fl_bn.app.overrides import parse_overrides
+from fl_bn.app.report.settings import AVERAGE
 from fl_bn.app.sweep.file import Sweep, refuse_decided
 
 OF_ALL = {  # keys that a method may not have for itself, since methods are compared by one metric on the same samples
@@ -43,5 +44,5 @@ def comparison(methods: Sequence[str], seeds: Sequence[int], base: Mapping[str, 
         variants[label] = {"method": method, **keys}
         own |= keys.keys()
     axes = {"method": variants, "seed": {str(seed): {"seed": seed} for seed in seeds}}
-    report = {"report": {"rows": "method", "columns": []}}
+    report = {"report": {"rows": "method", "columns": [], "domains": AVERAGE}}
     return Sweep(title, dict(base), axes, own=frozenset(own), tables=report)

@@ -277,7 +277,7 @@ def _check_report(tables: Mapping[str, Any], name: str, axes: Mapping[str, Axis]
         raise ConfigError(unknown("metric in [report]:", settings.metric, sorted(columns)))
     every = [*axes, *([DOMAIN] if settings.domains else [])]
     others = [axis for axis in every if axis != SEED]
-    named = {"rows": (settings.rows,), "columns": settings.columns or (), "against": settings.against, "worst": (settings.worst,)}
+    named = {"rows": (settings.rows,), "columns": settings.columns or (), "against": settings.against}
     for what, of in named.items():
         for axis in filter(None, of):
             check_axis(axis, what, every if what == "against" else others)

@@ -30,7 +30,7 @@ from fl_bn.flower.wire.messaging import copy_of
 from fl_bn.methods import LayerReports, Method, Phase, Refresh, StatisticsReport, replace_by_pooled
 from fl_bn.secure.additive import average_error, lost
 from fl_bn.secure.privacy import Accountant
-from fl_bn.secure.settings import SecureAggregation
+from fl_bn.secure.settings import LEAST, SecureAggregation
 from fl_bn.support.wire import WireError, excerpt
 from fl_bn.task import Task
 
@@ -48,14 +48,20 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: ServerPoli
     one_by_one, layerwise = defence.active or method.adversary is not None, Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2))
     own = method.refresh is Refresh.REPORTED or method.renew is not replace_by_pooled
     others = ", ".join(c.section for c in rounds.auxiliary)
-    weighted = settings.privacy is not None and rounds.client_weights != "uniform"
+    privacy, few = settings.privacy, 0 < rounds.evaluate_clients < LEAST
+    noise = privacy.noise * max(privacy.clip, privacy.statistics_clip) if privacy else 0.0
+    least = 4 * noise / settings.threshold_of(rounds.least_cohort) ** 0.5  # four deviations of one client's noise
     for conflict, why in (
         (one_by_one, f"{masked}, and a defence against Byzantine clients compares them: choose one of the two"),
         (layerwise, f"{masked}, and {method.name} exchanges moments layer by layer in the clear: take another method"),
         (own, f"{masked}, and {method.name} needs them here: leave out its ablations (hbn-separate, hbn-merge)"),
         (others, f"{masked}, but {others} would be sent in the clear: leave out maintain-momentum or the objective"),
-        (weighted, "differential privacy (dp-noise) needs the same weight for every client: set client-weights to 'uniform'"),
-    ):
+        (few, f"{masked}, and needs {LEAST} clients in a sum: set evaluate-clients to 0, or to {LEAST} or more"),
+        (least > settings.clipping_range,
+         f"dp-noise would be cut off at secagg-clipping-range: set that to {least:.3g} or more, or dp-clip and dp-statistics-clip lower"),
+        (privacy and rounds.client_weights != "uniform",
+         "differential privacy (dp-noise) needs the same weight for every client: set client-weights to 'uniform'"),
+    ):  # fmt: skip
         if conflict:
             raise ValueError(why)
 
@@ -217,21 +223,11 @@ class SecureRounds:
         return f"the variance of {far} channels is inexact, since the reference is far from the data" if far else ""
 
     def _combined(self, total: Sum, moments: Mapping[str, Moments], pace: float) -> dict[str, Running]:
-        """Return the shared statistics after the round, by layer, as if one client had reported ``moments``.
-
-        A layer with fewer than two activations keeps its own.
-        """
-        shared, method = self.shared.statistics(), self.shared.method
-        new, by_passes = dict(shared), method.report is not StatisticsReport.RUNNING
+        """Return the shared statistics after the round, by layer, as if one client had reported ``moments``."""
+        by_passes = self.shared.method.report is not StatisticsReport.RUNNING
         weights = [float(plan.passes if by_passes else plan.samples) for plan in total.plans.values()]
         steps = sum(w * plan.steps for w, plan in zip(weights, total.plans.values(), strict=True)) / max(sum(weights), 1.0)
-        for name, m in moments.items():
-            if m.count >= 2:
-                momentum = self.shared.layers[name].momentum
-                momentum, scale = 0.1 if momentum is None else momentum, self.shared.scales.get(name, math.inf)
-                reports = LayerReports(shared[name], [m], momentum, steps, pace=pace, scale=scale)
-                new[name] = method.combine(reports)
-        return new
+        return self.shared.by_rule([moments], [steps], pace)
 
 
 def _reasons(error: Exception, clients: Sequence[Client]) -> dict[int, str]:

@@ -124,7 +124,7 @@ class SecureSum:
         self.round, self.levels = header_of(messages[0].content).round, int(2**settings.quantization_range)
         self.least = max(LEAST, settings.threshold_of(len(cohort)))
         if self.trains:
-            self.least = max(self.least, policy.min_cohort, math.ceil(policy.min_replies * len(cohort)))
+            self.least = max(self.least, policy.needed(len(cohort)))
         self.clients = {client.node: client for client in cohort}
         self.instructions = {message.metadata.dst_node_id: message for message in messages}
         self.refused, self.plans, self.histories = dict[int, str](), dict[int, Plan](), dict[int, History]()
@@ -147,7 +147,7 @@ class SecureSum:
         masked, digest = self._collect(nodes, sealed)
         threshold = self.settings.threshold_of(len(nodes))
         if len(masked) < self.least or any(len(around & masked.keys()) < threshold for around in self.neighbours.values()):
-            needed = f"removing masks needs {threshold} (secagg-threshold), and the sum {self.least}"
+            needed = f"removing masks needs {threshold} (see secagg-shares), and the sum {self.least}"
             raise SumFailed(f"only {len(masked)} of {len(nodes)} clients sent a masked vector, but {needed}", self.refused)
         mean = self._unmask(keys, masked, threshold, digest)
         plans = {self.clients[node].index: self.plans[node] for node in nodes if node in masked}
@@ -275,7 +275,7 @@ class SecureSum:
                 for node, near in self.neighbours.items():
                     shares = [one[node] for one in answers if node in one]
                     if len(shares) < threshold:
-                        few = f"{len(shares)} clients sent shares that remove masks, but {threshold} are needed (secagg-threshold)"
+                        few = f"{len(shares)} clients sent shares that remove masks, but {threshold} are needed (see secagg-shares)"
                         raise SumFailed(few, self.refused)
                     for seed, sign in self._seeds(node, server_half.combine_shares(shares), near & active, keys):
                         for part, mask in zip(total, key_stream(seed, MODULUS, [part.shape for part in total]), strict=True):
