@@ -131,7 +131,7 @@ def _read(found: Sequence[Regime]) -> list[str]:
     older = "".join(f" ({', '.join(seeds[n])}: {n})" for n in fewer)
     methods = max(len(regime.methods) for regime in found)
     return [
-        f"Bundled digits, {COMMON['rounds']} rounds, {most} seeds{older}, {methods} methods, each at the best learning rate. "
+        f"Bundled digits, {COMMON['rounds']} rounds, {most} seeds{older}, {methods} methods, each at the best of its learning rates. "
         f"As good: less than {MATTERS:g} points behind.",
     ]
 

@@ -12,9 +12,10 @@ The known bits are in ``results/same_bits.json``, for each kind of CPU and versi
 In f85ff43a the server's mean is divided once, by the sum of the weights; before, each weight was. So 135 of the 262 cases that
 ed712ff has differ from it in last places. All 262 have its bits in 175bd7df, the last commit before that change.
 
-19 of the 262 cases of f85ff43a differ from it today. In 16 the tensors are the same, and a figure differs: under a robust rule the
+42 of the 262 cases of f85ff43a differ from it today. In 15 the tensors are the same, and a figure differs: under a robust rule the
 loss that is shown is the clients' median, and in "own Flower app: fbn fraction_train=0.5" a client's weight in the means of its metrics
-is not lowered any more. In 3, all "vectorised" with FedTAN's exchange, clients are computed one by one.
+is not lowered any more. In 3, all "vectorised" with FedTAN's exchange, clients are computed one by one. In the other 24, statistics
+passes of ``Federation`` go through ``SeededBatches`` in the round's order, or tracking has no limit of scale (cf53f2e8).
 
 This file and ``same_bits_doors.py`` use public names and run-config keys alone, so they run on other versions unchanged.
 Seconds and sizes of messages are not compared. A loop of one's own has no cases with FedTAN's exchange, since what carries

@@ -212,7 +212,8 @@ def _outcomes(of: Claim | Own, runs: Runs, register: Register) -> tuple[Outcome,
                 if (row, column) not in places:
                     there = sorted({c for r, c in places if r == row} or {r for r, _ in places})
                     raise ConfigError(f"{FILE}: {of.id}: the table has no place {[row, column]}: choose from {', '.join(there)}")
-        left, right = (runs.values(side, one.metric) for side in (one.left, one.right))
+        last = "" if isinstance(of, Claim) or runs.report is None else runs.report.layout.metric  # by name: of the last round
+        left, right = (runs.values(side, one.metric or last) for side in (one.left, one.right))
         seeds = [seed for seed in left if seed in right]
         judged = isinstance(of, Claim) and not one.metric
         small = [runs.short(side, of, rules) for side in (one.left, one.right)] if isinstance(of, Claim) and judged else []

@@ -41,7 +41,8 @@ RULES = (
     "",
     "They are stated before anything is run, in `experiments/definitions/claims.toml`. A comparison *held* where a paired two-sided t-test",
     "has p < 0.05 in the claim's direction. Where the paper says that two are equal, the interval must lie within the paper's own gap",
-    "and a margin (one point unless said otherwise). Five seeds decide; three do where the difference is more than ten points.",
+    "and a margin (one point unless said otherwise). Five seeds decide; three do where the difference is more than ten points, and",
+    "for questions of our own, which are judged at the last round.",
     "*Detectable* is the smallest true difference that the test finds in four of five cases. A claim about converged accuracy needs a",
     "third of the paper's local steps per client in every phase of the schedule, or a curve that is flat at the end of each. A phase",
     "whose rate falls to nothing, as along a cosine, ends flat however short it is, and does not count as flat. Runs of a pair share",
@@ -187,6 +188,7 @@ def _words(one: Tested) -> tuple[tuple[str, str], ...]:
     rates = in_words(tried(one.runs, one.rates)) if one.runs and one.rates else ""
     return (
         ("What differs from the paper", one.claim.differs and f"{one.claim.differs}."),
+        ("Compared", "the best round by test accuracy, as in the authors' code." if one.runs and one.runs.settings.at == "best" else ""),
         ("Learning rates, tried on samples held out of the training part", rates and f"{rates}."),
         ("Cause", one.claim.cause),
     )

@@ -58,7 +58,7 @@ HAS_WHAT_IS_ATTACKED = Used(
 )
 ATTACKED = Used("byzantine > 0", lambda config: config["byzantine"] > 0)
 FALSIFIED = used_with("attack", *(name for name in ATTACKS if name != LABEL_FLIP)) & HAS_WHAT_IS_ATTACKED
-STRONG = used_with("attack", "foe", "alie", "mimic", "gaussian")
+STRONG = used_with("attack", "foe", "alie", "mimic")
 DATASETS: dict[str, Callable[[str, int], Dataset]] = {
     **{kind.lower(): partial(public.load_public, kind) for kind in public.CLASSES},
     "mnist-m": digits_five.load_mnist_m,
@@ -170,10 +170,6 @@ class Papers(Setup):
                 self.attack == "mimic" and not (strength.is_integer() and 0 <= strength < honest),
                 f"attack='mimic' copies one honest client, whose number is attack-strength: expected a whole number 0..{honest - 1}, but "
                 f"got {strength:g}",
-            ),
-            (
-                self.attack == "gaussian" and strength < 0,
-                f"attack='gaussian' has the standard deviation attack-strength, which must be >= 0, but got {strength:g}",
             ),
         )
 

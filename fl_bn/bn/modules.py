@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fl_bn.bn.kinds import Unconvertible
 
 M = TypeVar("M", bound=nn.Module)
-MARK = "stays_in_evaluation_mode"
+MARK = "_fl_bn_stays_in_evaluation_mode"
 MIXING = "mixing_logit"  # HBN's own parameter, which says nothing about what the owner of the network froze
 
 
@@ -41,7 +41,8 @@ def _visit(modules: Mapping[str, nn.Module | None], prefix: str, found: dict[nn.
 def copied(model: M) -> M:
     """Copy a network deeply.
 
-    ``copy.deepcopy`` refuses computed tensors, such as those of
+    The copy has the modes, roles of buffers and ``requires_grad`` of ``model``, and
+    layers of its types. ``copy.deepcopy`` refuses computed tensors, such as those of
     ``nn.utils.weight_norm``. The copy has them as constants. A tensor whose entries
     share memory (``expand``) becomes writable. Functions are not copied: a lambda
     in an attribute calls the original network.
@@ -52,11 +53,21 @@ def copied(model: M) -> M:
             if not tensor.is_leaf or (_shares_entries(tensor) and not isinstance(tensor, nn.Parameter)):
                 memo[id(tensor)] = tensor.detach().clone()
     try:
-        return copy.deepcopy(model, memo)
+        twin = copy.deepcopy(model, memo)
+        for name, one in model.named_modules():  # a class's own __deepcopy__ (torch.fx has such) may lose what follows
+            other = twin.get_submodule(name)
+            if isinstance(one, _BatchNorm) and type(one) is not type(other):
+                raise TypeError(f"__deepcopy__ makes a {type(other).__name__} of the {type(one).__name__} {name}")
+            vars(other).update({key: value for key, value in vars(one).items() if key.startswith("_fl_bn_")})
+            if vars(one).get("training") is not vars(other).get("training"):
+                other.train(vars(one)["training"])
+        for name, p in model.named_parameters():
+            twin.get_parameter(name).requires_grad_(p.requires_grad)
+        return twin
     except Exception as error:  # whatever the user's class raises
         raise Unconvertible(
             f"the network cannot be copied, and fl-bn trains a copy of it ({type(error).__name__}: {error}): make what cannot be copied in "
-            "forward, or give its class a method __deepcopy__"
+            "forward, or let the __deepcopy__ of its class copy every layer as it is"
         ) from error
 
 
@@ -126,9 +137,7 @@ def held_layers(model: nn.Module) -> set[str]:
     if all(type(module).train is nn.Module.train and "train" not in vars(module) for module in modules.values()):
         held = {name for name, layer in modules.items() if isinstance(layer, _BatchNorm) and getattr(layer, MARK, False)}
         return held | frozen_affine(model)
-    modes = {module: module.training for module in modules.values()}
-    train_mode(model)
-    held = {name for name, layer in modules.items() if isinstance(layer, _BatchNorm) and not layer.training}
-    for module, mode in modes.items():
-        module.training = mode
+    with kept_modes(model):
+        train_mode(model)
+        held = {name for name, layer in modules.items() if isinstance(layer, _BatchNorm) and not layer.training}
     return held | frozen_affine(model)

@@ -140,7 +140,7 @@ def registering(kind: str) -> str:
 
 def check_layers(model: nn.Module, method: Method) -> None:
     """Raise ValueError unless ``model`` has BatchNorm if ``method`` needs it."""
-    if method.needs_batch_norm and (reason := no_batch_norm(model, method)):
+    if method.has_statistics and method.name != "fedavg" and (reason := no_batch_norm(model, method)):
         raise ValueError(reason)
 
 

@@ -84,8 +84,7 @@ def unit_norm(x: Tensor) -> Tensor:
     A tensor with at most one axis has one norm over all its values.
     """
     axes = tuple(range(1, x.dim())) or None
-    norm: Tensor = torch.linalg.vector_norm(x, dim=axes, keepdim=axes is not None)
-    return norm
+    return torch.linalg.vector_norm(x, dim=axes, keepdim=axes is not None)  # type: ignore[no-any-return]
 
 
 def clip(

@@ -78,7 +78,7 @@ def _pairs(model: nn.Module) -> dict[str, str]:
             continue
         layer, norm = modules[source], modules[str(node.target)]
         own = list(layer.parameters())
-        read = used.intersection(f"{source}.{name}" for name, _ in layer.named_parameters())
+        read = used.intersection(f"{path}.{name}" for path, one in ((source, layer), (node.target, norm)) for name in one.state_dict())
         # hooks or an own forward may change what a layer computes
         changed = any(one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in (layer, norm))
         if type(layer) not in PRODUCERS or read or changed or derivation(layer):
@@ -131,6 +131,8 @@ def rescaled(
 
 
 class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True  # else a buffer that forward reads would be a constant without a name
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, nn.modules.batchnorm._BatchNorm) or super().is_leaf_module(m, module_qualified_name)
 

@@ -367,11 +367,6 @@ class Method:
         return replace(self, scale=scale, frozen_rate=share)
 
     @property
-    def needs_batch_norm(self) -> bool:
-        """Return whether a network without BatchNorm is refused."""
-        return self.has_statistics and self.name != "fedavg"
-
-    @property
     def pools(self) -> bool:
         """Return whether the server pools moments that clients report."""
         return self.report in MOMENTS

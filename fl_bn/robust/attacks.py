@@ -74,11 +74,6 @@ def mimic(victim: int = 0) -> Attack:
     return lambda honest, f: _copies(honest[victim % len(honest)], f)
 
 
-def gaussian(sigma: float = 1.0, seed: int = 0) -> Attack:
-    """Make the attack of normal noise of standard deviation ``sigma`` in every coordinate."""
-    return lambda honest, f: np.random.default_rng(seed).normal(0.0, sigma, (f, honest.shape[1]))
-
-
 def constant(value: float) -> Attack:
     """Make the attack of ``value``, perhaps Inf or NaN, in every coordinate."""
     return lambda honest, f: np.full((f, honest.shape[1]), value)
@@ -127,14 +122,13 @@ ATTACKS: dict[str, Callable[[float], Attack] | None] = {
     "foe": foe,
     "alie": lambda strength: alie(strength or None),
     "mimic": lambda strength: mimic(int(strength)),
-    "gaussian": gaussian,
     "inf": lambda strength: constant(np.inf),
     "nan": lambda strength: constant(np.nan),
     LABEL_FLIP: None,
     "foe-optimised": foe,
     "alie-optimised": alie,
 }
-STRENGTH = {"foe": 0.5, "gaussian": 1.0}  # the default strengths; alie's is z_max
+STRENGTH = {"foe": 0.5}  # the default strengths; alie's is z_max
 
 
 @dataclass(frozen=True)
@@ -144,8 +138,7 @@ class Adversary:
     Attributes:
         attack: a name of ``ATTACKS``, or a function ``(honest rows, f) -> rows``.
         on: what is false in their replies: ``statistics``, ``updates`` or ``both``.
-        strength: FOE's epsilon, ALIE's z, gaussian's standard deviation or mimic's
-            victim. 0: the default.
+        strength: FOE's epsilon, ALIE's z or mimic's victim. 0: the default.
 
     Raises:
         ValueError: a value is out of range.

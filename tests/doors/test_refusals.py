@@ -209,7 +209,7 @@ def rated(wrong: Any, at: int = 1) -> Any:
     return server_state(net(), FEDAVG, rounds=3, rate=lambda round, rounds: wrong if round == at else 0.1)
 
 
-REPLACES = [name for name, make in METHODS.items() if make().layer and make().needs_batch_norm and not make().local_in]
+REPLACES = [name for name, make in METHODS.items() if make().layer and make().has_statistics and not make().local_in]
 LOOPS: dict[str, tuple[Give, str]] = {
     **{f"{n!r} rounds": (lambda n=n: server_state(net(), FEDAVG, rounds=n), "rounds") for n in (0, 2.0, True)},
     **{f"rate of {r!r}": (lambda r=r: rated(r), "rate") for r in (None, "0.1", -0.1, float("nan"))},

@@ -40,7 +40,7 @@ CASES: dict[str, Values] = {
     "global momentum": {"method": "fixbn", "maintain_momentum": "global"},
     "a few of the clients": {"method": "fedbn", "clients": 5, "fraction": 0.4, "partition": "dirichlet"},
     "calibrated": {"method": "fbn", "calibrate": 2},
-    "robust, gaussian": {"method": "fedavg", "attack": "gaussian", **BYZANTINE},
+    "robust, mimic": {"method": "fedavg", "attack": "mimic", **BYZANTINE},
     "hbn, a few": {"method": "hbn", "clients": 5, "fraction": 0.5},
 }  # fmt: skip
 Whole = Callable[[str], dict[str, bytes]]

@@ -56,7 +56,7 @@ def test_what_is_saved_loads_into_the_network_as_its_owner_wrote_it(method_name:
     fed, method = trained(method_name), METHODS[method_name]()
     fed.save(tmp_path / "model.safetensors")
     file, plain = load_file(tmp_path / "model.safetensors"), net()
-    if (method.needs_batch_norm or method_name == "fedavg") and not method.personal:  # docs/how-to/export.md has the same list
+    if method.has_statistics and not method.personal:  # docs/how-to/export.md has the same list
         plain.load_state_dict(file)
         assert int(plain.layers[1].num_batches_tracked) in ((2, 10) if method.exchanges else (10,))
         if method_name != "hbn":  # whose own layers mix

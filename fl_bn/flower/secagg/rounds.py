@@ -28,6 +28,7 @@ from fl_bn.flower.wire.codec import OURS, add_to_config, from_records, tensors_o
 from fl_bn.flower.wire.messages import EVALUATION, SUM_OF
 from fl_bn.flower.wire.messaging import copy_of
 from fl_bn.methods import LayerReports, Method, Phase, Refresh, StatisticsReport, replace_by_pooled
+from fl_bn.options import refuse
 from fl_bn.secure.additive import average_error, lost
 from fl_bn.secure.privacy import Accountant
 from fl_bn.secure.settings import LEAST, SecureAggregation
@@ -51,7 +52,7 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: ServerPoli
     privacy, few = settings.privacy, 0 < rounds.evaluate_clients < LEAST
     noise = privacy.noise * max(privacy.clip, privacy.statistics_clip) if privacy else 0.0
     least = 4 * noise / settings.threshold_of(rounds.least_cohort) ** 0.5  # four deviations of one client's noise
-    for conflict, why in (
+    refuse(
         (one_by_one, f"{masked}, and a defence against Byzantine clients compares them: choose one of the two"),
         (layerwise, f"{masked}, and {method.name} exchanges moments layer by layer in the clear: take another method"),
         (own, f"{masked}, and {method.name} needs them here: leave out its ablations (hbn-separate, hbn-merge)"),
@@ -61,9 +62,7 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: ServerPoli
          f"dp-noise would be cut off at secagg-clipping-range: set that to {least:.3g} or more, or dp-clip and dp-statistics-clip lower"),
         (privacy and rounds.client_weights != "uniform",
          "differential privacy (dp-noise) needs the same weight for every client: set client-weights to 'uniform'"),
-    ):  # fmt: skip
-        if conflict:
-            raise ValueError(why)
+    )  # fmt: skip
 
 
 class SecureRounds:
