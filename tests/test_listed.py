@@ -31,9 +31,3 @@ def test_every_pair_is_tried_with_a_generator_and_a_folder_of_its_own_and_those_
     assert "[2]" in said
     assert tried == [("a", 1, drawn), ("a", 2, drawn), ("b", 1, drawn), ("b", 2, drawn)]
     assert len(folders) == 4
-
-
-@pytest.mark.parametrize("cases", [[], [1, pytest.param(2, marks=pytest.mark.slow)]], ids=["none", "one with a mark"])
-def test_a_list_of_no_case_or_of_a_marked_one_is_refused(cases: list[object]) -> None:
-    with pytest.raises(AssertionError):
-        listed("number", cases)

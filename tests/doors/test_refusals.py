@@ -105,11 +105,6 @@ def without_gradients() -> None:
         run()
 
 
-def given(instruction: Any) -> None:
-    with local_round(convert(net(), FEDAVG), FEDAVG, instruction):
-        pass
-
-
 class Wrong:
     """Batches of which the network can make nothing."""
 
@@ -139,7 +134,7 @@ RUNS: dict[str, tuple[Give, str]] = {
     "a batch size of a float": (lambda: SeededBatches(torch.zeros(8, 4), torch.zeros(8), 4.0), "batch_size"),
     "a defence against half an attacker": (lambda: Defence(1.5, "median", "median"), "f"),  # type: ignore[arg-type]
     "a defence without a rule": (lambda: Defence(1, None), "None"),  # type: ignore[arg-type]
-    "a state for an instruction": (lambda: given(server_state(net(), FEDAVG, 2)), "instruction"),
+    "a state for an instruction": (lambda: local_round(net(), FEDAVG, server_state(net(), FEDAVG, 2)).__enter__(), "instruction"),  # type: ignore[arg-type]
     "a method by its function": (lambda: server_state(net(), methods.fbn, 2), "method"),  # type: ignore[arg-type]
     "a table of bytes": (lambda: SeededBatches(torch.zeros(8, 5, dtype=torch.uint8), torch.zeros(8), 4), "uint8"),
 }

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_bn import Federation, convert, methods
+from fl_bn.bn.modules import copied
 from fl_bn.methods import Method
 from tests.listed import listed
 from tests.loops.loops import opened, plain
@@ -61,8 +62,7 @@ def in_federation(net: nn.Module, method: Method) -> dict[str, Tensor]:
 def in_own_loop(net: nn.Module, method: Method) -> dict[str, Tensor]:
     with opened(method, convert(net, method), lambda: net) as round:
         plain(round, X, Y)
-    sent: dict[str, Tensor] = round.reply(16)[0].sections["weights"]
-    return sent
+    return dict(round.reply(16)[0].sections["weights"])
 
 
 DOORS = [(in_federation, methods.fedavg()), (in_federation, methods.fbn()), (in_own_loop, methods.fbn())]
@@ -89,3 +89,15 @@ def test_an_attribute_that_cannot_be_copied_is_refused() -> None:
     net.fc.tool = threading.Lock()
     with naming("__deepcopy__"):
         convert(net, methods.fbn())
+
+
+class Anew(nn.Sequential):
+    def __deepcopy__(self, memo: Any) -> nn.Module:
+        return Anew(nn.Linear(4, 8), nn.BatchNorm1d(8))
+
+
+def test_a_copy_by_the_class_keeps_what_its_owner_froze_or_is_refused() -> None:
+    net = Anew(nn.Linear(4, 8).requires_grad_(False), nn.BatchNorm1d(8).eval())
+    assert ((new := convert(net, methods.fbn()))[0].weight.requires_grad, new[1].training) == (False, False)  # type: ignore[index]
+    with naming("FederatedBatchNorm"):
+        copied(new)
