@@ -122,10 +122,4 @@ def _pip(arguments: list[str]) -> None:
     assert (ROOT / _after("-c", arguments)).exists()
 
 
-CHECKS: dict[str, Callable[[list[str]], None]] = {
-    "fl-bn": _fl_bn,
-    "flwr": _flwr,
-    "python": _python,
-    "python3": _python,
-    "pip": _pip,
-}
+CHECKS: dict[str, Callable[[list[str]], None]] = {"fl-bn": _fl_bn, "flwr": _flwr, "python": _python, "python3": _python, "pip": _pip}

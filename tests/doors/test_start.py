@@ -173,3 +173,13 @@ def test_federation_evaluates_clients_that_have_trained() -> None:
     losses = [evaluate(fed.client_model(i), TEST).result()["loss"] for i in range(3)]
     assert record.evaluation["loss"] == losses[trained]
     assert record.evaluation["loss"] != sum(losses) / 3  # control
+
+
+@listed("method", ["fbn", "hbn"])
+def test_statistics_are_measured_before_round_1_unless_the_run_says_otherwise(method: str) -> None:
+    pooled = torch.cat([samples.x for samples in CLIENTS]).flatten(1).mean(0)
+    for options, measured in (({}, True), ({"calibrate": 0}, False)):
+        model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 4)).double()
+        fed = Federation(model, METHODS[method](tracking=1e-6), LOADERS, **options)
+        list(fed.run(1))
+        assert torch.allclose(fed.model.get_buffer("1.running_mean"), pooled, atol=0.01) is measured

@@ -35,10 +35,7 @@ def test_an_option_or_a_network_that_differs_at_the_clients_is_refused(strategy:
     refused(lambda: ran(strategy, app), RunFailed, "client 0", "option")
 
 
-@listed(
-    ("server", "client"),
-    [(FedSAM(), PLAIN), (Scaffold(), PLAIN), (FedProx(mu=1.0), FedProx(mu=0.5)), (PLAIN, Scaffold())],
-)
+@listed(("server", "client"), [(FedSAM(), PLAIN), (Scaffold(), PLAIN), (FedProx(mu=1.0), FedProx(mu=0.5)), (PLAIN, Scaffold())])
 def test_another_objective_at_the_clients_is_refused_by_name(server: Objective, client: Objective) -> None:
     strategy = FedAvgBN(net(), objective=server)
     word = "control variates" if server is PLAIN else type(server).__name__

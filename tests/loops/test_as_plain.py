@@ -269,7 +269,9 @@ def refusal(method: Method, loop: Step) -> str:
     return "use_reentrant|usable|failed" if method.exchanges and loop is reentrant else ""
 
 
-@pytest.mark.sample("[fbn-v", "[fbn-c", "[fbn-a", "[fedavg-", "n-train-own", "n-train-flower", "[hbn, frozen-train")
+@pytest.mark.sample(
+    "[fbn-v", "[fbn-c", "[fedtan-checkpointed-own", "[fbn-a", "[fedavg-", "n-train-own", "n-train-flower", "[hbn, frozen-train"
+)
 @pytest.mark.parametrize(("method", "loop", "door"), cells())
 def test_it_computes_what_a_plain_loop_computes(method: str, loop: Step, door: str) -> None:
     made = METHODS[method]

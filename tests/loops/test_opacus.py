@@ -101,11 +101,7 @@ def still(model: nn.Module) -> nn.Module:
 
 
 FREE = [name for name, make in METHODS.items() if not batch_norms(convert(net(), make()))]
-CONSTANT: dict[str, Method] = {
-    "fbn": methods.fbn(),
-    "fixbn": methods.fixbn(freeze_after=0),
-    "fedtan2": methods.fedtan2(freeze_after=0),
-}
+CONSTANT: dict[str, Method] = {"fbn": methods.fbn(), "fixbn": methods.fixbn(freeze_after=0), "fedtan2": methods.fedtan2(freeze_after=0)}
 """Methods that normalise with constants: they train where the affine parameters of BatchNorm do not learn."""
 MIXING = {name: make() for name, make in METHODS.items() if name not in (*FREE, "fbn")}
 """Methods that normalise with the statistics of the batch, in round 1 of 2."""

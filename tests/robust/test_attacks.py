@@ -81,10 +81,7 @@ def test_sign_flipping_leaves_the_variances() -> None:
     np.testing.assert_array_equal(others[:, 10:], np.repeat(-ROWS[:, 10:].mean(0)[None], 2, 0))
 
 
-@listed(
-    ("arguments", "word"),
-    [(("signflip", 1), "'signflip'"), (("foe", 0), "f=0"), (("foe", 1, "weights"), "'weights'")],
-)
+@listed(("arguments", "word"), [(("signflip", 1), "'signflip'"), (("foe", 0), "f=0"), (("foe", 1, "weights"), "'weights'")])
 def test_what_makes_no_adversary(arguments: tuple[Any, ...], word: str) -> None:
     with naming(word):
         Adversary(*arguments)
