@@ -33,8 +33,9 @@ def load_npz(path: str, image_size: int) -> Dataset:
     An archive has ``x_train``, ``y_train``, ``x_test`` and ``y_test``. Images are
     uint8 (N, H, H, C) or (N, H, H). Labels are integers (N,) from 0; the largest,
     plus one, is the number of classes. For other tasks, targets are floats (N,) or
-    (N, D) (regression), 0 or 1 (N, K) (multi-label), or masks (N, H, W). Grey images get three equal
-    channels if others are in colour. Pickled objects are never loaded.
+    (N, D) (regression), 0 or 1 (N, K) (multi-label), or masks (N, H, W). Grey
+    images get three equal channels if others are in colour. Pickled objects are
+    never loaded.
 
     Args:
         path: the archives, separated by commas.

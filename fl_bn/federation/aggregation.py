@@ -121,8 +121,7 @@ def combine(
 
     A layer with fewer than ``least`` values per channel in total keeps its
     statistics: one value has no variance. ``pace`` is the round's learning rate
-    over that of round 1, ``scales`` as in
-    ``SharedModel``.
+    over that of round 1, ``scales`` as in ``SharedModel``.
     """
     new = dict(shared)
     average = weighted_mean if defence is None else defence.average
