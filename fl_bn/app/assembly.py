@@ -22,7 +22,6 @@ from fl_bn.app.errors import as_config_error
 from fl_bn.app.memory_layout import memory_format
 from fl_bn.app.run_keys import VALUES
 from fl_bn.app.setup import allow, modules
-from fl_bn.app.tensorboard import TensorBoard
 from fl_bn.bn.conversion import convert
 from fl_bn.bn.modules import copied
 from fl_bn.bn.roles import parse_buffer_roles, set_buffer_roles
@@ -39,7 +38,6 @@ from fl_bn.flower.compat import LOGGER
 from fl_bn.models import build
 from fl_bn.options import refuse
 from fl_bn.support.client_names import nodes_of, sites_of
-from fl_bn.support.extras import lacking
 from fl_bn.support.names import names_of
 from fl_bn.support.user_code import VARIABLE, Modules, function
 from fl_bn.task import LABELS, MASKS, Classification, Task, find_task, kind_of
@@ -161,14 +159,12 @@ def callback_makers(config: RunConfig) -> list[Callable[..., Any]]:
 
 @as_config_error()
 def own_callbacks(config: RunConfig, folder: Path | None) -> list[Callback]:
-    """Make the callbacks of the keys ``pictures``, ``keep-best``, ``early-stop`` and ``callbacks``.
+    """Make the callbacks of the keys ``keep-best``, ``early-stop`` and ``callbacks``.
 
     Each maker gets run config and folder. None: the run writes nothing.
     ``ConfigError``: one makes no ``Callback``.
     """
     callbacks: list[Callback] = []
-    if config.pictures and folder is not None and not lacking("TensorBoard", "tensorboard"):
-        callbacks.append(TensorBoard(folder / "tensorboard", task(config)))
     if config.keep_best and folder is not None:
         callbacks.append(KeepBest(folder / BEST))
     if config.early_stop:

@@ -69,6 +69,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
     torch.set_num_threads(config.threads)
     try:
         with RunDirectory.create(config) as directory, ExitStack() as stack:
+            directory.centralised = True
             callbacks = Callbacks([directory, *own_callbacks(config, directory.path)])
             running = Running(of, lambda: {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()})
             stack.push(lambda kind, error, trace: callbacks.on_end(error))

@@ -98,6 +98,7 @@ def _differences(run: Path, config: RunConfig) -> str:
     """Return a list of the keys that differ from ``config`` and change results, as text."""
     try:
         values = values_of(run)
+        _check_version(run)
     except ConfigError as error:
         return str(error)
     mine, defaults = config.to_mapping(), {name: key.default for name, key in config.keys(config.setup).items()}

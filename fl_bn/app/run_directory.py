@@ -59,6 +59,8 @@ class RunDirectory(Callback):
         resumed: The checkpoint from which the run is resumed, if so.
     """
 
+    centralised = False  # whether one network is trained on all clients' data
+
     def __init__(self, config: RunConfig, path: Path | None, *, goes_on: bool = False) -> None:
         self.config, self.path, self._goes_on = config, path, goes_on
         self.records: list[RoundRecord] = []
@@ -220,6 +222,7 @@ class RunDirectory(Callback):
             task=self.task,
             absent=[f"{config.called.client(index)}: {why}" for index, why in population.absent.items()] if population else [],
             early=self._running.reason if self._running else "",
+            centralised=self.centralised,
             layers=[*describe_layers(transport.server.source, transport.shared.model, transport.method)] if transport else [],
         )
         durable.write(path / "summary.md", text.encode(), mode=0o666)
@@ -236,7 +239,7 @@ class RunDirectory(Callback):
         """Draw the pictures for which the run has numbers."""
         if not (self.records and self.config.pictures):
             return
-        if problem := extras.lacking("a run that is to end with pictures", "matplotlib", "tensorboard"):
+        if problem := extras.lacking("a run that is to end with pictures", "matplotlib"):
             LOGGER.warning("there are no pictures: %s", problem)
             return
         from fl_bn.app.pictures import course, labels  # imported here, since matplotlib takes a second, for which no round waits

@@ -138,7 +138,7 @@ class RunKeys:
     workers: int = declared(FederationSpec, "workers")
     output: str = option("runs", "folder in which each run makes a folder of its own; empty: write nothing", "path")
     name: str = option("", "the run folder's name; empty: time, method, data and seed", "a file name", used=when.WRITES)
-    pictures: bool = option(True, "draw pictures at the end, and write TensorBoard events after every round")
+    pictures: bool = option(True, "draw pictures at the end")
     early_stop: int = option(0, "evaluations in a row without a new best metric after which the run ends; 0: it never does", ">= 0")
     keep_best: bool = option(False, "keep the model of the best evaluation, as best.safetensors", used=when.WRITES & SHARES_WEIGHTS)
     setup: str = option(

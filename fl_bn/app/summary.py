@@ -30,6 +30,7 @@ def summary(
     absent: Sequence[str] = (),
     early: str = "",
     layers: Sequence[str] = (),
+    centralised: bool = False,
 ) -> str:
     """Return the summary of a run as Markdown.
 
@@ -44,9 +45,11 @@ def summary(
         absent: Each client that took no part, with the reason.
         early: Why the run ended before its last round; empty: it did not.
         layers: What became of each normalisation layer.
+        centralised: Whether one network was trained on all clients' data.
     """
     measures = config.rounds == 0
-    lines = [f"# {'Re-calibration under ' * measures}{config.method} on {config.dataset}, seed {config.seed}", ""]
+    what = "Re-calibration under " if measures else "Centralised training: " if centralised else ""
+    lines = [f"# {what}{config.method} on {config.dataset}, seed {config.seed}", ""]
     done = f"after {len(passes)} passes" if measures else f"after {len(records)} of {config.rounds} rounds"
     if error is not None and not isinstance(error, Exception):  # Ctrl-C, or Flower's sign that the run was aborted
         lines += [f"{STOPPED} {done}.", ""]
@@ -56,7 +59,7 @@ def summary(
         lines += [f"**The run ended early** {done}: {early}", ""]
     facts = [] if measures and not records else _metric(records, task, config)
     facts += passes_in_words(passes, config.clients) if measures else _training(config)
-    facts.append(f"{config.clients} clients, {config.partition_in_words()}, model `{config.model}`")
+    facts.append(f"{'the data of ' * centralised}{config.clients} clients, {config.partition_in_words()}, model `{config.model}`")
     facts += [f"took no part: {who}" for who in absent] + [privacy]
     facts += _traffic(records) if records else []
     lines += [f"- {fact}" for fact in facts if fact]

@@ -147,7 +147,8 @@ def carry_out(
         task = bar.add_task("", total=None)
         errors = run.run(chosen, plan, folder, jobs, lambda done, total: bar.update(task, completed=done, total=total))
     if any(cell.outcome() for cell in plan.cells):
-        files = write_report(folder, further=further)
+        planned = {name: of for name, of in chosen.named() if name not in (known or ())}
+        files = write_report(folder, further=further, planned=planned)
         console.print((folder / "table.md").read_text(encoding="utf-8"), highlight=False, markup=False, soft_wrap=True)
         console.print(f"{folder}: {', '.join(path.name for path in files)}", highlight=False, soft_wrap=True)
     elsewhere = [cell for cell in plan.cells if cell.config.name not in errors and not cell.finished()]
@@ -171,10 +172,14 @@ def report(
     """
     from fl_bn.app.config import ConfigError
     from fl_bn.app.report import write_report
+    from fl_bn.app.sweep.file import read
+    from fl_bn.app.sweep.run import FILE
 
-    of_sweep = len(folders) == 1 and (folders[0] / "sweep.toml").exists()
     try:
-        made = write_report(folders[0]) if of_sweep else write_report(output, runs=folders)
+        if len(folders) == 1 and (folders[0] / FILE).exists():
+            made = write_report(folders[0], planned=dict(read(folders[0] / FILE).named()))
+        else:
+            made = write_report(output, runs=folders)
     except (ConfigError, ValueError, FileNotFoundError) as error:
         raise refused(error) from error
     for path in made:

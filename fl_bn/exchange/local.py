@@ -8,9 +8,11 @@ need not be thread-safe.
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -29,8 +31,7 @@ def too_many(clients: int, model: nn.Module) -> str:
     nbytes = clients * sum(tensor.nbytes for tensor in model.state_dict().values())
     if clients <= MOST and nbytes <= MOST_BYTES:
         return ""
-    limits = f"at most {MOST} clients and {MOST_BYTES / 2**30:.2g} GiB"
-    return f"{clients} clients with a model each ({nbytes / 2**30:.2g} GiB; {limits}) are too many for one process at once"
+    return f"{clients} models ({nbytes / 2**30:.2g} GiB) are too many for one process: at most {MOST}, and {MOST_BYTES / 2**30:.2g} GiB"
 
 
 def admit(session: Session) -> dict[int, str]:
@@ -71,30 +72,34 @@ class Turns:
         return getattr(cls._here, "turn", None)
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
-        """Run all tasks and return their results in order, or raise the first failed one's error."""
-        at_start, results = random_states(), dict[int, T]()
-        errors: dict[int, BaseException] = {}
+        """Run all tasks and return their results in order, or raise the first failed one's error.
 
-        def work(index: int) -> None:
-            Turns._here.turn = (self, index)
+        Ctrl-C ends the tasks, too: they would go on to draw from the generators.
+        """
+        at_start, threads = random_states(), dict[int, int]()
+
+        def work(index: int) -> T:
+            Turns._here.turn, threads[index] = (self, index), threading.get_ident()
             self._go[index].acquire()
             set_random_states(at_start)
             try:
-                results[index] = tasks[index]()
-            except BaseException as error:
-                errors[index] = error
-            self._next()
+                return tasks[index]()
+            finally:
+                self._next()
 
-        threads = [threading.Thread(target=work, args=(index,), name=f"client-{index}") for index in range(len(tasks))]
-        for thread in threads:
-            thread.start()
-        self._next()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(max(1, len(tasks)), "client") as pool:
+            futures = [pool.submit(work, index) for index in range(len(tasks))]
+            self._next()
+            try:
+                wait(futures)
+            except BaseException as error:
+                for index, thread in threads.items():
+                    if not futures[index].done():
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(type(error)))
+                        self._go[index].release()
+                raise
         set_random_states(at_start)
-        for index in sorted(errors):
-            raise errors[index]
-        return [results[index] for index in range(len(tasks))]
+        return [future.result() for future in futures]
 
     def wait(self, index: int) -> None:
         """Let others run until this task is ``ready``, or raise ``ExchangeFailed``."""

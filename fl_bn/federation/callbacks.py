@@ -171,12 +171,11 @@ class Best(Callback):
             raise ValueError(f"{type(self).__name__} needs the metric {self.name!r}, but round {record.round} has {known}")
         value = record.evaluation[self.name]
         ahead = value - self.best if self.higher else self.best - value
-        better = math.isfinite(value) and (self.round == 0 or ahead > self._least)
-        if better:
+        if math.isfinite(value) and (self.round == 0 or ahead > self._least):
             self.best, self.round, self.since = value, record.round, 0
-        else:
-            self.since += 1
-        return better
+            return True
+        self.since += 1
+        return False
 
 
 class EarlyStop(Best):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -121,15 +122,11 @@ class Recorder:
         return _nothing
 
     def __reduce__(self) -> Any:
-        return _no_hook, ()
+        return partial, (_nothing,)
 
 
 def _nothing(*args: Any) -> None:
     pass
-
-
-def _no_hook() -> Callable[..., None]:
-    return _nothing
 
 
 _OPEN: tuple[LocalRound, ...] = ()

@@ -107,6 +107,14 @@ def put(client: Any, name: str, model: nn.Module) -> None:
     setattr(reduce(getattr, outer, client), last, model)
 
 
+def _named(model: nn.Module, arrays: Sequence[Any], whose: str) -> dict[str, Any]:
+    """Return arrays by the names in the network's ``state_dict``. ``ValueError``: there are more or fewer arrays."""
+    names = list(model.state_dict())
+    if len(arrays) != len(names):
+        raise ValueError(f"expected {len(names)} arrays, one for each entry of the network's state_dict, but {whose} has {len(arrays)}")
+    return dict(zip(names, arrays, strict=True))
+
+
 def _fit(client_of: ClientOf, net: str, trainloader: str, method: Method, task: Task, message: Message, context: Context) -> Message:
     """Answer a train message."""
     client = client_of(context)
@@ -114,7 +122,7 @@ def _fit(client_of: ClientOf, net: str, trainloader: str, method: Method, task: 
         put(client, net, round.model)
         arrays, samples, metrics = client.fit(_arrays(round.model), dict(message.content.config_records.get("config", {})))
         # the arrays count, since the user's code may have clipped them or added noise
-        round.model.load_state_dict({k: torch.as_tensor(a) for k, a in zip(round.model.state_dict(), arrays, strict=True)})
+        round.model.load_state_dict({name: torch.as_tensor(a) for name, a in _named(round.model, arrays, "what fit returned").items()})
     own = _numbers(metrics)
     reply = round.message(samples, own.get("loss", own.get("train_loss")), own)
     reply.content[SCALARS] = numbers(metrics, ConfigRecord)
@@ -180,8 +188,7 @@ def legacy_server_app(
 
         def fit(self: Server, num_rounds: int, timeout: float | None) -> tuple[History, float]:
             begin = time.monotonic()
-            evaluates = older.evaluate_fn is not None or type(older).evaluate is not FedAvg.evaluate
-            at_server = rounds.at_server if evaluates else None
+            at_server = rounds.at_server if older.evaluate_fn is not None or type(older).evaluate is not FedAvg.evaluate else None
             result = rounds.start(grid, rounds.initial(manager), num_rounds, timeout, evaluate_fn=at_server)
             server.parameters = rounds.history.parameters = ndarrays_to_parameters(rounds.whole(result.arrays or ArrayRecord()))
             return rounds.history, time.monotonic() - begin
@@ -226,8 +233,8 @@ class LegacyRounds(OwnAppStrategy):
         return None if parameters is None else self._named(parameters)
 
     def _named(self, parameters: Parameters) -> ArrayRecord:
-        pairs = zip(self._model.state_dict(), parameters_to_ndarrays(parameters), strict=True)
-        return ArrayRecord({name: torch.from_numpy(np.array(array)) for name, array in pairs})
+        arrays = _named(self._model, parameters_to_ndarrays(parameters), "initial_parameters")
+        return ArrayRecord({name: torch.from_numpy(np.array(array)) for name, array in arrays.items()})
 
     def whole(self, arrays: ArrayRecord) -> list[np.ndarray]:
         """Return the arrays in state_dict order. Tensors kept at clients are initial ones."""

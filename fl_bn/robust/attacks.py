@@ -27,7 +27,7 @@ def sign_flip(honest: np.ndarray, f: int) -> np.ndarray:
     return _copies(-honest.mean(0), f)
 
 
-def foe(epsilon: float = 0.5) -> Attack:
+def foe(epsilon: float) -> Attack:
     """Make the attack "Fall of empires": the honest mean times ``-epsilon``.
 
     References:
@@ -74,11 +74,6 @@ def mimic(victim: int = 0) -> Attack:
     return lambda honest, f: _copies(honest[victim % len(honest)], f)
 
 
-def constant(value: float) -> Attack:
-    """Make the attack of ``value``, perhaps Inf or NaN, in every coordinate."""
-    return lambda honest, f: np.full((f, honest.shape[1]), value)
-
-
 def optimised(family: Callable[[float], Attack], damage: Damage, grid: np.ndarray = GRID) -> Attack:
     """Make a family's attack with the strength that does the most damage.
 
@@ -119,16 +114,14 @@ ON = ("statistics", "updates", "both")
 LABEL_FLIP = "label-flip"
 ATTACKS: dict[str, Callable[[float], Attack] | None] = {
     "sign-flip": lambda strength: sign_flip,
-    "foe": foe,
+    "foe": lambda strength: foe(strength or 0.5),
     "alie": lambda strength: alie(strength or None),
     "mimic": lambda strength: mimic(int(strength)),
-    "inf": lambda strength: constant(np.inf),
-    "nan": lambda strength: constant(np.nan),
+    "nan": lambda strength: lambda honest, f: np.full((f, honest.shape[1]), np.nan),
     LABEL_FLIP: None,
     "foe-optimised": foe,
     "alie-optimised": alie,
 }
-STRENGTH = {"foe": 0.5}  # the default strengths; alie's is z_max
 
 
 @dataclass(frozen=True)
@@ -138,7 +131,8 @@ class Adversary:
     Attributes:
         attack: a name of ``ATTACKS``, or a function ``(honest rows, f) -> rows``.
         on: what is false in their replies: ``statistics``, ``updates`` or ``both``.
-        strength: FOE's epsilon, ALIE's z or mimic's victim. 0: the default.
+        strength: FOE's epsilon, ALIE's z or mimic's victim. 0: the default, .5 for
+            FOE, ``z_max`` for ALIE.
 
     Raises:
         ValueError: a value is out of range.
@@ -172,7 +166,7 @@ class Adversary:
         assert family is not None  # label flipping changes the training data, not what clients send
         if self.attack.endswith("-optimised"):
             return optimised(family, damage)(honest, f)
-        return family(self.strength or STRENGTH.get(self.attack, 0.0))(honest, f)
+        return family(self.strength)(honest, f)
 
     def statistics_rows(self, honest: np.ndarray, f: int, damage: Damage) -> np.ndarray:
         """Return the false statistics of one layer, as ``rows`` does.

@@ -11,7 +11,6 @@ EXTRAS = {  # modules that are imported only where needed, with their extra in p
     "jinja2": "report",
     "markupsafe": "report",
     "matplotlib": "report",
-    "tensorboard": "report",
     "ray": "simulation",
     "torchvision": "vision",
     "segmentation_models_pytorch": "segmentation",

@@ -169,7 +169,7 @@ class Task(ABC):
             given = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else f"a {type(inputs).__name__}"
             error.add_note(
                 f"task {self.name}: the network got the inputs of a batch ({given}); a dict as keyword arguments, a tuple or list as "
-                f"positional ones. For others give {type(self).__name__}(input_keys=(...,)), or override read(batch)"
+                f"positional ones. {type(self).__name__}(input_keys=(...,)) chooses among them; for other names override read(batch)"
             )
             raise
 

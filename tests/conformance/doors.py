@@ -321,22 +321,7 @@ def application(asked: Asked, **keys: Any) -> Outcome:
 
 
 RUN_CONFIG: dict[str, Any] = {
-    "dataset": "npz",
-    "partition": "natural",
-    "test-on": "all",
-    "model": "tests.conformance.doors:of_run_config",
-    "clients": CLIENTS,
-    "rounds": ROUNDS,
-    "batch-size": 4,
-    "local-epochs": 1,
-    "local-steps": 0,
-    "learning-rate": RATE,
-    "learning-rate-schedule": "constant",
-    "momentum": 0.9,
-    "weight-decay": 0.0,
-    "clip": "none",
-    "evaluate-every": 1,
-    "wait-timeout": 0.0,
-    "device": "cpu",
-    "pictures": False,
-}
+    "dataset": "npz", "partition": "natural", "test-on": "all", "model": "tests.conformance.doors:of_run_config", "clients": CLIENTS,
+    "rounds": ROUNDS, "batch-size": 4, "local-epochs": 1, "local-steps": 0, "learning-rate": RATE, "learning-rate-schedule": "constant",
+    "momentum": 0.9, "weight-decay": 0.0, "clip": "none", "evaluate-every": 1, "wait-timeout": 0.0, "device": "cpu", "pictures": False,
+}  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from fl_bn.app.sweep.file import parse
 from fl_bn.methods import METHODS
 from tests.documentation.commands import CHECKS, check, commands
 from tests.documentation.given import GIVEN
@@ -96,7 +97,9 @@ def test_a_command_that_is_wrong_is_found(text: str, why: str) -> None:
 def test_toml_parses_and_blocks_of_the_site_say_their_language(page: Path) -> None:
     for block in blocks(page):
         if block.language == "toml":
-            tomllib.loads(block.text)
+            tables = tomllib.loads(block.text)
+            for variant in ("", *tables.get("variants", ())) if "axes" in tables else ():
+                assert parse(tables, "x", variant, "data", {}).cells(Path("nowhere"))
         if page in (ROOT / "README.md", *SITE):
             assert block.language in LANGUAGES or not block.fenced, block.line
             assert block.fenced or page.name == "data.md", block.line

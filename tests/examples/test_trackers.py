@@ -1,4 +1,4 @@
-"""MLflow and Weights & Biases, the real libraries, without a network: what they have of a run is what rounds.csv has."""
+"""TensorBoard, MLflow and Weights & Biases, the real libraries, without a network: what they have of a run is what rounds.csv has."""
 
 from __future__ import annotations
 
@@ -59,6 +59,21 @@ while (data := store.scan_data()) is not None:
         rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
 print([{key: row[key] for key in ("_step", "loss", "test/accuracy") if key in row} for row in rows])
 """
+
+
+TENSORBOARD = """
+import sys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+events = EventAccumulator(sys.argv[1]).Reload()
+print({tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]})
+"""
+
+
+def test_tensorboard_has_every_round(tmp_path: Path) -> None:
+    rounds = tracked(tmp_path, "tensorboard_tracker:TensorBoard")
+    found = read(TENSORBOARD, str(tmp_path / "run" / "tensorboard"))
+    assert found["loss"] == pytest.approx({int(row["round"]): float(row["loss"]) for row in rounds})
+    assert found["test/accuracy"] == pytest.approx({int(row["round"]): float(row["accuracy"]) for row in rounds if row["accuracy"]})
 
 
 @needs["mlflow"]

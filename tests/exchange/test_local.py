@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -132,3 +136,18 @@ def test_clients_that_all_wait_for_one_that_ended_unheard_are_told_so() -> None:
     with pytest.raises(ExchangeFailed):
         Turns(2).run([lambda: [0.0], round.client(1)])
     dismiss(round.tokens)
+
+
+def test_ctrl_c_ends_the_task_that_works_and_those_that_wait() -> None:
+    begun = list[int]()
+
+    def works(client: int) -> None:
+        begun.append(client)
+        while True:
+            torch.rand(1)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        Turns(3).run([partial(works, client) for client in range(3)])
+    assert begun == [0]

@@ -34,13 +34,5 @@ def small_sites(folder: Path, sites: int = 5) -> list[str]:
 
 
 def small_config(folder: Path) -> dict[str, str | int | float | bool]:
-    return {
-        "dataset": "npz",
-        "data-path": str(small_npz(folder)),
-        "model": "mlp",
-        "clients": 5,
-        "rounds": 1,
-        "local-steps": 1,
-        "batch-size": 4,
-        "device": "cpu",
-    }
+    run = {"dataset": "npz", "data-path": str(small_npz(folder)), "model": "mlp", "clients": 5}
+    return {**run, "rounds": 1, "local-steps": 1, "batch-size": 4, "device": "cpu"}

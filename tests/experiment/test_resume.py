@@ -169,6 +169,9 @@ def test_where_there_is_nothing_to_go_on_with_the_runs_that_could_be_are_named(p
     for name in ("done", "nobody"):
         with refusing(f"resume={name!r}", "half"):
             run(plain, resume=name)
+    Path(str(plain["output"]), "half", "environment.json").write_text('{"packages": {"fl-bn": "0.0.7"}}')
+    with refusing("resume='half'", "0.0.7"):
+        run(plain, resume="half")
 
 
 # Damage of the folder

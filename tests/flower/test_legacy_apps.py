@@ -150,6 +150,7 @@ def test_the_hooks_of_a_strategy_of_one_s_own_are_called_with_what_the_method_ma
         ({"strategy": overriding(FedAvg, "configure_fit")}, "configure_fit"),
         ({"strategy": overriding(FedAvg, "aggregate_fit"), "method": "fedbn"}, "aggregate_fit"),
         ({"strategy": FedAdam, "initial_parameters": ndarrays_to_parameters([np.zeros(1)] * 2)}, "FedAdam"),
+        ({"initial_parameters": ndarrays_to_parameters([np.zeros(1)] * 2)}, "has 2"),
         ({"server": lambda s: overriding(Server, "fit_round")(client_manager=SimpleClientManager(), strategy=s)}, "fit_round"),
     ],
     ids=str,
@@ -162,7 +163,7 @@ def test_a_server_that_cannot_run_is_refused_by_name(arguments: dict[str, Any], 
     ("client", "word"),
     [
         (lambda context: object(), "trainloader"),
-        (overriding(Client, "fit", lambda result: (result[0][:4], *result[1:])), "shorter"),
+        (overriding(Client, "fit", lambda result: (result[0][:4], *result[1:])), "has 4"),
         (overriding(Client, "fit", lambda result: result[:2]), "values to unpack"),
     ],
 )

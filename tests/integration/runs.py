@@ -16,21 +16,10 @@ from fl_bn.flower import run_in_process
 
 ROOT = Path(__file__).parents[2]
 TINY: dict[str, str | int | float | bool] = {
-    "dataset": "digits",
-    "model": "mlp",
-    "clients": 3,
-    "rounds": 3,
-    "local-steps": 2,
-    "batch-size": 16,
-    "learning-rate": 0.05,
-    "learning-rate-schedule": "step",
-    "learning-rate-decay": 0.1,
-    "evaluate-every": 2,
-    "partition": "dirichlet",
-    "partition-parameter": 0.5,
-    "pictures": False,
-    "device": "cpu",
-}
+    "dataset": "digits", "model": "mlp", "clients": 3, "rounds": 3, "local-steps": 2, "batch-size": 16, "learning-rate": 0.05,
+    "learning-rate-schedule": "step", "learning-rate-decay": 0.1, "evaluate-every": 2, "partition": "dirichlet",
+    "partition-parameter": 0.5, "pictures": False, "device": "cpu",
+}  # fmt: skip
 
 
 LIE: dict[str, str | int] = {

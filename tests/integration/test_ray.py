@@ -58,7 +58,7 @@ def test_flwr_run_as_a_user_does(variables: dict[str, str], tmp_path: Path) -> N
     assert "[round 3/3] 3/3 clients" in said
     assert "\033[" not in said[said.index("[round 1/3]") :].splitlines()[0]
     assert "statistics for the evaluation" in (tmp_path / "user" / "run.log").read_text()
-    assert {"accuracy.png", "labels.png", "summary.md", "tensorboard"} <= {file.name for file in (tmp_path / "user").iterdir()}
+    assert {"accuracy.png", "labels.png", "summary.md"} <= {file.name for file in (tmp_path / "user").iterdir()}
     assert differences(bits(tiny(tmp_path, "hbn", **as_on_ray("hbn"))), bits(tmp_path / "user")) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import runpy
@@ -60,6 +61,12 @@ def test_a_client_that_answers_no_questions_ends_the_run(demo: Path) -> None:
     client.write_text(re.sub(r"^answer\(.*\n", "", text, flags=re.MULTILINE))
     with imported(demo), naming("to client_app.py", RunFailed):
         runpy.run_path(str(demo / "run.py"), run_name="__main__")
+
+
+def test_a_client_with_fewer_samples_than_a_batch_trains_on_all(demo: Path) -> None:
+    with imported(demo):
+        train, _ = importlib.import_module("my_app.task").load_data(0, 150, 32)
+    assert [len(labels) for _, labels in train] == [len(train.dataset)]
 
 
 def printed(output: str) -> str:

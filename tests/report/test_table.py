@@ -14,7 +14,8 @@ from fl_bn.app.config import ConfigError
 from fl_bn.app.report import write_report
 from fl_bn.app.report.cells import Cell, read_cells
 from fl_bn.app.report.formats import runs_csv, to_markdown
-from fl_bn.app.report.layout import Table, lay_out, tabulate
+from fl_bn.app.report.layout import Table, as_text, lay_out, tabulate
+from fl_bn.app.report.page import report_of
 from fl_bn.app.report.pictures import series
 from fl_bn.app.report.settings import read_settings
 from fl_bn.app.summary import STOPPED
@@ -96,10 +97,20 @@ def test_damaged_files_cost_their_run_only(tmp_path: Path) -> None:
     assert table.entries["BN"]["IID"].values == (60,)
     why = table.problems
     assert why["GN-IID-0"].startswith("unreadable: cell.json: JSONDecodeError")
-    assert why["GN-IID-1"] == "damaged: the last line of rounds.jsonl is incomplete"
-    assert why["BN-IID-0"] == "damaged: finished, but rounds.jsonl has no round"
+    assert why["GN-IID-1"] == why["BN-IID-0"] == "damaged: rounds.jsonl ends in an incomplete line, or has none"
     assert why["FixBN-1_class-2"] == "running after 1 of 1 rounds"
     assert len(read_cells(tmp_path)) == 11
+
+
+def test_runs_that_the_sweep_plans_no_more_or_that_have_not_ended_are_named_and_not_in_the_numbers(tmp_path: Path) -> None:
+    comparison(tmp_path)
+    planned = {cell.name: (cell.axes, cell.config) for cell in read_cells(tmp_path) if cell.axes["method"] != "GN"}
+    planned["BN-IID-2"] = {"method": "BN", "split": "IID", "seed": 2}, {"rounds": 3}
+    table = report_of(read_settings(tmp_path), read_cells(tmp_path, planned), tmp_path).table
+    assert table.entries.keys() == {"BN", "FixBN"}
+    assert table.problems["GN-IID-0"].startswith("left out")
+    assert table.problems["BN-IID-2"] == "unfinished after 0 of 3 rounds"
+    assert (len(table.entries["BN"]["IID"].values), table.entries["BN"]["IID"].runs) == (2, 3)
 
 
 PAPER = """
@@ -147,15 +158,20 @@ def test_runs_that_are_no_sweep_are_named_by_what_differs(tmp_path: Path) -> Non
         ("b", "seed = 1", 0.6),
         ("c", "seed = 0\nlearning-rate = 0.1", 0.8),
         ("d", "seed = 2", 1.0),
+        ("e", "seed = 0", 0.9),  # centralised
+        ("f", "seed = 1", 0.3),  # as b: no second sample of the seed
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.toml").write_text(f"method = 'fbn'\nname = '{name}'\n{keys}\n")
         (tmp_path / name / "rounds.jsonl").write_text(json.dumps({"round": 1, "accuracy": value}) + "\n")
         (tmp_path / name / "summary.md").write_text(f"{STOPPED} after 1 of 5 rounds." if name == "d" else "")
+    (tmp_path / "e" / "cell.json").write_text('{"centralised": true}')
     files = write_report(tmp_path / "report", runs=[tmp_path])
     text = files[1].read_text()
     assert "| fbn, learning-rate=0.05 | 50.0 (14.1), 2 of 3 |" in text
-    assert "| fbn, learning-rate=0.1 | **80.0**" in text
+    assert "| fbn, learning-rate=0.1 | 80.0" in text
+    assert "| centralised-fbn, learning-rate=0.05 | **90.0**" in text
+    assert "/f | 30.0" in text
 
 
 def test_mean_and_band_are_those_of_the_rounds_that_every_seed_has(tmp_path: Path) -> None:
@@ -192,24 +208,12 @@ def test_a_domain_is_a_column_and_the_average_is_over_domains(tmp_path: Path) ->
     assert found == {"A": {"x": 60.0, "y": 70.0, "average": 65.0}, "B": {"x": 30.0, "y": 90.0, "average": 60.0}}
 
 
-FLOATS, STATISTICS = 271_098, 1_376
-"""FedTAN's network, and what its exchange adds in each direction."""
-
-
-def test_what_a_round_and_a_run_move_is_what_fedtan_counts(tmp_path: Path) -> None:
-    """A round (Table 3): every upload and one download, six times the network. A run (Table 4): an exchange in a tenth of the rounds."""
-    row = {"accuracy": 0.1, "accepted": 5}
-    once = {"bytes-up-weights": 4 * (FLOATS - STATISTICS), "bytes-up-statistics": 4 * STATISTICS, "bytes-down-weights": 4 * FLOATS}
-    run(tmp_path / "round", {"method": "all"}, [{**row, **once, "round": 1}])
-    plain = {**row, "bytes-up-weights": 4000 * FLOATS, "bytes-down-weights": 4000 * FLOATS}
-    exchanged = {key: value + 4000 * 2 * STATISTICS if "bytes" in key else value for key, value in plain.items()}
-    run(tmp_path / "run", {"method": "M = 1"}, [{**(plain if n else exchanged), "round": n + 1} for n in range(10)])
-    for name, metric, said in (
-        ("round", "megabytes", "6.2049"),
-        ("run", "gigabytes", "60.6566"),
-    ):  # the paper rounds before it adds: 60.6563
-        write_report(sweep(tmp_path / name, f'[report]\nmetric = "{metric}"'))
-        assert said in (tmp_path / name / "table.md").read_text()
+def test_a_round_moves_every_upload_and_one_download() -> None:
+    """FedTAN's Table 3: six times the network of 271,098 floats, where five clients upload."""
+    rows = rounds([0.1, 0.2], accepted=[5, 5], bytes_up_weights=[4 * 270_000] * 2, bytes_up_statistics=[4 * 1_098] * 2)
+    cell = Cell("x", {}, {}, "finished", rows=tuple(row | {"bytes-down-weights": 4 * 271_098} for row in rows))
+    assert [as_text(value, "megabytes") for value in cell.curve("megabytes").values()] == ["6.2049", "6.2049"]
+    assert [as_text(value, "gigabytes") for value in cell.curve("gigabytes").values()] == ["0.0061", "0.0121"]  # so far
 
 
 # What [report], [paper] and [notes] may say, and what is refused with a reason

@@ -64,6 +64,9 @@ def test_a_variant_changes_keys_keeps_values_and_replaces_axes(tmp_path: Path) -
     assert set(small.axes["split"]) == {"skewed"}
     assert small.tables["report"] == {"rows": "method", "columns": ["split"], "at": "best"}
     assert set(sweep(variant="other").axes["method"]) == {"HBN"}
+    one_seed = sweep(TEXT.replace('report = { at = "best" }', 'skip = [{ seed = 5, method = "BN" }]'), "small")  # no axis here, a value
+    assert {at["method"] for at, _ in one_seed.points()} == {"Fix", "all"}
+    assert [*parse(tomllib.loads(one_seed.to_toml()), "", "", "", {}).named()] == [*one_seed.named()]
 
 
 def test_a_key_that_some_runs_use_is_left_out_of_the_others(tmp_path: Path) -> None:
@@ -97,6 +100,7 @@ def test_the_sweep_as_run_is_a_sweep_file_that_does_the_same(tmp_path: Path) -> 
         ({'rows = "method"': 'metric = "acuracy"'}, "'acuracy'"),  # unless a task of one's own has it
         ({'"Fix" =': '"B;N" = { method = "gn" }\n"B,N" =', "skip =": "# skip ="}, "punctuation"),
         ({"skip = [{ method": "skip = [{ methd"}, "'methd'"),
+        ({'"BN", split = "IID" }]': '"BM", split = "IID" }]'}, "'BM'"),
         ({'method = "BN", split = "skewed"': 'method = "BNN"'}, "'BNN'"),
         ({"keys = { batch-size = 8 }": "key = { batch-size = 8 }"}, "where"),
         ({"batch-size = 8": "batch-sizes = 8"}, "'batch-sizes'"),

@@ -14,8 +14,6 @@ from fl_bn.support.finding import Finding
 
 LITTLE = 1 << 30  # a warning is due below these bytes of GPU memory or disk
 GB = 1 << 30
-# file systems that are lost with a reboot or with their container
-LOST = {"tmpfs": "memory", "ramfs": "memory", "overlay": "a container's own layer"}
 
 
 def packages() -> Finding:
@@ -58,12 +56,8 @@ def gpu(device: str, where: str) -> Finding:
     return Finding("ok", "gpu", text)
 
 
-def storage(check: str, folder: Path, mounts: Path = Path("/proc/mounts")) -> Finding:
-    """Check whether a folder is writable, its free room, and whether its files survive a reboot.
-
-    For a missing folder, its nearest parent is checked. Linux lists file systems in
-    ``mounts``.
-    """
+def storage(check: str, folder: Path) -> Finding:
+    """Check whether a folder is writable, and its free room. For a missing folder, its nearest parent is checked."""
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     shown = str(folder) if existing == folder else f"{folder} (not made yet; {existing} was tried)"
     try:
@@ -72,10 +66,6 @@ def storage(check: str, folder: Path, mounts: Path = Path("/proc/mounts")) -> Fi
     except OSError as error:
         return Finding("fail", check, f"{shown} cannot be written or read back: {error}", "give write access, make room, or name another")
     text = f"{shown} is writable, a file was written, synced and read back; {free / GB:.1f} GB are free"
-    kind = _file_system(existing.resolve(), mounts)
-    if kind in LOST:
-        text += f"; but it lies in {LOST[kind]} ({kind}), so its files are lost with a reboot or with the container"
-        return Finding("warn", check, text, "name a folder on a disk, or mount a volume there")
     if free < LITTLE:
         return Finding("warn", check, text, "make room: checkpoints and models of many rounds gather there")
     return Finding("ok", check, text)
@@ -89,10 +79,3 @@ def _write_and_remove(folder: Path) -> None:
         os.fsync(file.fileno())
         if Path(file.name).read_bytes() != content:
             raise OSError("expected to read back what was written, but got other content: check the disk")
-
-
-def _file_system(folder: Path, mounts: Path) -> str:
-    """Return the kind of the file system that holds ``folder``, if it is known."""
-    lines = [line.split() for line in mounts.read_text().splitlines()] if mounts.exists() else []
-    places = [(line[1].replace("\\040", " "), line[2]) for line in lines if len(line) > 2]
-    return max([(len(point), kind) for point, kind in places if folder.is_relative_to(point)], default=(0, ""))[1]

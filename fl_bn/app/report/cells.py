@@ -21,6 +21,8 @@ from fl_bn.data.record import TEST, evaluated_on
 from fl_bn.task import CLASSIFICATION, SHARE, TASKS, lower_is_better
 
 Row = Mapping[str, Any]
+Planned = Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]
+"""Name of a run -> its value on each axis, and its run-config keys."""
 EVALUATION = {  # columns of rounds.jsonl that have values only in evaluated rounds
     "test-loss",
     *(name for task in TASKS.values() for of in task.declared() for name in (of, f"{of}-std", f"{of}-{task.worst()}")),
@@ -28,6 +30,9 @@ EVALUATION = {  # columns of rounds.jsonl that have values only in evaluated rou
 SHARES = {name for task in TASKS.values() for name, ends in task.declared().items() if ends == SHARE}
 MEGABYTES = "megabytes"  # traffic of a round: the uploads of all clients, and one download, since a server can broadcast it
 GIGABYTES = "gigabytes"  # traffic of all rounds so far
+LENGTH = {"early-stop"}  # keys of ``FREE`` that decide how long a run is
+CENTRALISED = "centralised"  # in a sweep, the name of training on all clients' data; also as centralised-METHOD
+OUTCOME = "cell.json"
 LOWER = ("-std", "bytes", "seconds", "drift", "waited", "exchanges")  # a column with such a part in its name is best when small
 
 
@@ -39,8 +44,8 @@ class Cell:
         name: The name of the run's folder.
         axes: The value of the run on each axis.
         config: The run config, with kebab-case keys.
-        status: ``finished``, ``failed``, or for bad files ``unreadable`` or
-            ``damaged``.
+        status: ``finished``, ``failed``, ``unfinished``, ``left out`` if the sweep
+            does not plan it any more, or for bad files ``unreadable`` or ``damaged``.
         error: Why the run failed, or what is wrong with its files.
         rows: The lines of ``rounds.jsonl``, one per round.
     """
@@ -117,36 +122,58 @@ class Cell:
         return positions
 
 
-def read_cells(folder: Path) -> list[Cell]:
+def read_cells(folder: Path, planned: Planned | None = None) -> list[Cell]:
     """Read the runs in ``folder/runs``, ordered by name, with ``run2`` before ``run10``.
 
-    If no run has ended, ``ConfigError`` is raised.
+    Args:
+        folder: The folder of the sweep.
+        planned: The runs that the sweep plans; None: those that have ended.
+
+    Raises:
+        ConfigError: No run has ended.
     """
-    files = sorted((folder / "runs").glob("*/cell.json"), key=lambda file: _natural(file.parent.name))
-    if not files:
-        raise ConfigError(f"{folder} has no runs yet that have ended: expected {folder.name}/runs/CELL/cell.json")
-    return [_read(file) for file in files]
+    cells = {file.parent.name: _read(file) for file in (folder / "runs").glob(f"*/{OUTCOME}")}
+    if not cells:
+        raise ConfigError(f"{folder} has no runs yet that have ended: expected {folder.name}/runs/CELL/{OUTCOME}")
+    if planned is not None:
+        for name in cells.keys() - planned.keys():
+            cells[name] = Cell(name, {}, {}, "left out", "sweep.toml has it no more")
+        for name in planned.keys() - cells.keys():
+            cells[name] = Cell(name, *planned[name], "unfinished", rows=tuple(read_rows(folder / "runs" / name / LINES)[0]))
+    return sorted(cells.values(), key=lambda cell: _natural(cell.name))
 
 
 def read_runs(folders: Sequence[Path]) -> list[Cell]:
     """Read runs that are no sweep, in ``folders`` or folders in these.
 
     Their one axis beside the seed, ``method``, has the method and the keys in which
-    they differ. A folder without a run that has a readable config raises
-    ``ConfigError``.
+    they differ, and the folder of a run that another one equals. A folder without
+    a run that has a readable config raises ``ConfigError``.
     """
     runs = {run: {**RunConfig().to_mapping(), **read_config(run)} for folder in folders for run in _runs(folder)}
-    keys = sorted({key for config in runs.values() for key in config} - FREE - {SEED, "method"})
+    keys = sorted({key for config in runs.values() for key in config} - (FREE - LENGTH) - {SEED, "method"})
     differing = [key for key in keys if len({str(config.get(key)) for config in runs.values()}) > 1]
     cells = list[Cell]()
     for run, config in runs.items():
-        name = ", ".join([str(config["method"]), *(f"{key}={config.get(key)}" for key in differing)])
+        method = str(config["method"])
+        if read_outcome(run).get(CENTRALISED):
+            method = CENTRALISED if method == "fedavg" else f"{CENTRALISED}-{method}"
+        name = ", ".join([method, *(f"{key}={config.get(key)}" for key in differing)])
         axes = {"method": name, SEED: int(config[SEED])}
         if any(cell.axes == axes for cell in cells):
-            axes["method"] = run.name
+            axes["method"] = str(run)
         status = "finished" if ended(run / "summary.md") else "unfinished"
-        cells.append(Cell(run.name, axes, config, status, rows=tuple(read_rows(run / LINES)[0])))
+        cells.append(Cell(str(run), axes, config, status, rows=tuple(read_rows(run / LINES)[0])))
     return cells
+
+
+def read_outcome(run: Path) -> dict[str, Any]:
+    """Return the content of ``cell.json`` in a run's folder, if the run has ended and it can be read."""
+    try:
+        outcome: dict[str, Any] = json.loads((run / OUTCOME).read_text())
+    except (OSError, ValueError):
+        return {}
+    return outcome
 
 
 def _runs(folder: Path) -> list[Path]:
@@ -193,10 +220,8 @@ def _read(file: Path) -> Cell:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Cell(folder.name, {}, {}, "unreadable", f"{file.name}: {type(error).__name__}: {error}")
     why = str(entry.get("error") or "")
-    if status == "finished" and torn:
-        status, why = "damaged", "the last line of rounds.jsonl is incomplete"
-    elif status == "finished" and not rows:
-        status, why = "damaged", "finished, but rounds.jsonl has no round"
+    if status == "finished" and (torn or not rows):
+        status, why = "damaged", f"{LINES} ends in an incomplete line, or has none"
     return Cell(folder.name, axes, config, status, why, tuple(rows))
 
 

@@ -183,7 +183,7 @@ def lay_out(settings: Settings, cells: Sequence[Cell]) -> Layout:
     so only runs that differ in nothing but the seed are averaged. ``ConfigError``:
     [report] names an axis that no run has.
     """
-    readable = tuple(cell for cell in cells if cell.status != "unreadable")
+    readable = tuple(cell for cell in cells if cell.status not in ("unreadable", "left out"))
     metric = settings.metric or next((cell.metric for cell in readable if cell.rows), CLASSIFICATION.metric)
     settings = replace(settings, metric=metric)
     axes = [axis for axis in _axes(readable) if axis != SEED]

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fl_bn.app.pictures import Picture
-from fl_bn.app.report.cells import Cell, read_cells, read_runs
+from fl_bn.app.report.cells import Cell, Planned, read_cells, read_runs
 from fl_bn.app.report.formats import runs_csv, texts, to_markdown
 from fl_bn.app.report.layout import Layout, Table, by_domain, lay_out, tabulate
 from fl_bn.app.report.pictures import against, curves
@@ -72,7 +72,7 @@ def report_of(settings: Settings, cells: Sequence[Cell], folder: Path, further: 
     return Report(layout, tabulate(layout, placed), tuple(cells), tuple(pictures), folder.resolve().name)
 
 
-def write_report(folder: Path, runs: Sequence[Path] = (), further: Further | None = None) -> list[Path]:
+def write_report(folder: Path, runs: Sequence[Path] = (), further: Further | None = None, planned: Planned | None = None) -> list[Path]:
     """Write the report of a sweep into its folder: ``runs.csv``, ``table.md``, curves, ``report.html``.
 
     Args:
@@ -81,6 +81,7 @@ def write_report(folder: Path, runs: Sequence[Path] = (), further: Further | Non
             report alone.
         further: Makes pictures beyond the curves, from the layout of the runs and
             the folder.
+        planned: The runs that the sweep plans; None: those that have ended.
 
     Returns:
         The paths of the files.
@@ -92,7 +93,7 @@ def write_report(folder: Path, runs: Sequence[Path] = (), further: Further | Non
     if runs:
         report = report_of(Settings(folder.name, domains=AVERAGE), read_runs(runs), folder, further)
     else:
-        report = report_of(read_settings(folder), read_cells(folder), folder, further)
+        report = report_of(read_settings(folder), read_cells(folder, planned), folder, further)
     files = {"runs.csv": runs_csv(report.cells).encode()}
     files["table.md"] = to_markdown(report.table).encode()
     files |= {f"{picture.name}.png": picture.png for picture in report.pictures}

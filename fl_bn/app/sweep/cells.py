@@ -27,14 +27,13 @@ from fl_bn.app.checkpoints import FOLDER, rounds_done
 from fl_bn.app.config import ConfigError, RunConfig
 from fl_bn.app.former import read_config, renewed
 from fl_bn.app.history import LINES, read_rows
+from fl_bn.app.report.cells import CENTRALISED, OUTCOME, read_outcome
 from fl_bn.federation.engines.workers import cores
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.flower.compat import LOGGER
 from fl_bn.options import Value
 from fl_bn.support import durable
 
-CENTRALISED = "centralised"  # in a sweep, the name of training on all clients' data; also as centralised-METHOD
-OUTCOME = "cell.json"
 PROGRESS = 0.5  # seconds between two looks at the files of the running cells
 ROUNDS_OTHERWISE = {"memory-format", "deterministic", "device", "engine", "threads"}
 """Run-config keys that change only last digits, in which compared runs may differ."""
@@ -92,11 +91,7 @@ class Cell:
 
     def outcome(self) -> dict[str, Any]:
         """Return the content of ``cell.json``, if the run has ended and it can be read."""
-        try:
-            outcome: dict[str, Any] = json.loads((self.path / OUTCOME).read_text())
-        except (OSError, ValueError):
-            return {}
-        return outcome
+        return read_outcome(self.path)
 
     def write_outcome(self, status: str, seconds: float, error: str = "") -> None:
         """Write ``cell.json``, which says how the run ended, and if it failed with which ``error``."""

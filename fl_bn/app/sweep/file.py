@@ -26,7 +26,7 @@
     columns = ["split"]
 
     [variants.small]                        # a variant with other keys or axes, chosen by --variant small
-    run = { rounds = 5, seed = 0 }
+    run = { rounds = 20, seed = 0 }
     axes.split = ["IID"]                    # a list keeps some values of an axis, and an empty list removes the axis
                                             # a table instead of a list replaces the axis
                                             # where and skip of a variant replace those of the file
@@ -40,7 +40,7 @@ from __future__ import annotations
 import itertools
 import json
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -74,7 +74,7 @@ Axis = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Where:
-    """Set run-config keys for some combinations only: an entry of ``[[where]]``.
+    """Set run-config keys for some combinations only: an entry of ``[[where]]``, or without keys of ``skip``.
 
     ``at`` has, by axis, the label that a combination must have. ``keys`` are set
     for it.
@@ -100,7 +100,7 @@ class Sweep:
         title: The title in the report.
         keys: Run-config keys of all runs.
         axes: Axis -> label of a value -> the run-config keys that the value sets.
-        skip: The combinations to leave out, each by labels on some axes.
+        skip: The combinations to leave out.
         own: Keys that must have an effect in at least one run. For a variant, they
             are those that it sets itself.
         where: Keys for some combinations only, which override those of ``keys`` and
@@ -111,7 +111,7 @@ class Sweep:
     title: str
     keys: Mapping[str, Any]
     axes: Mapping[str, Axis]
-    skip: tuple[Mapping[str, Any], ...] = ()
+    skip: tuple[Where, ...] = ()
     own: frozenset[str] = frozenset()
     where: tuple[Where, ...] = ()
     tables: Mapping[str, Any] = field(default_factory=dict)
@@ -130,14 +130,24 @@ class Sweep:
             for name, label in at.items():
                 keys = keys if name == DATA else _filled(keys, name, label)
             where = {name: keys[name] if name in keys and str(keys[name]) == at[name] else at[name] for name in self.axes}
-            if not any(all(str(where.get(name)) == str(value) for name, value in case.items()) for case in self.skip):
+            if not any(case.has(at, keys) for case in self.skip):
                 yield where, keys
+
+    def named(self) -> Iterator[tuple[str, tuple[dict[str, Any], dict[str, Any]]]]:
+        """Yield the name of a run's folder, and what ``points`` yields, for every combination of values."""
+        for at, keys in self.points():
+            name = "-".join(_plain(f"{axis}{value}" if isinstance(value, int | float) else str(value)) for axis, value in at.items())
+            yield name or "run", (at, keys)
 
     def to_toml(self) -> str:
         """Return the text of a sweep file for this sweep alone, without variants."""
-        tables: dict[str, Any] = {"title": self.title, "skip": list(self.skip), "run": self.keys, "axes": self.axes}
-        there = [case for case in self.where if all(value in self.axes.get(axis, {}) for axis, value in case.at.items())]
-        tables |= {"where": [{"at": case.at, "keys": case.keys} for case in there]}
+
+        def there(cases: Iterable[Where]) -> list[Where]:
+            """Return those that apply to a combination of this sweep."""
+            return [c for c in cases if all(v in self.axes.get(axis, {str(self.keys.get(axis))}) for axis, v in c.at.items())]
+
+        tables: dict[str, Any] = {"title": self.title, "skip": [case.at for case in there(self.skip)], "run": self.keys, "axes": self.axes}
+        tables |= {"where": [{"at": case.at, "keys": case.keys} for case in there(self.where)]}
         tables |= {name: self.tables[name] for name in ("report", "paper", "notes", "experiment") if self.tables.get(name)}
         return tomli_w.dumps({name: table for name, table in tables.items() if table != []})
 
@@ -151,9 +161,8 @@ class Sweep:
         """
         made: list[Cell] = []
         use = Usage()
-        for where, keys in self.points():
-            name = "-".join(_plain(f"{axis}{value}" if isinstance(value, int | float) else str(value)) for axis, value in where.items())
-            own = {"output": str((output / "runs").resolve()), "name": name or "run", "pictures": False}
+        for name, (where, keys) in self.named():
+            own = {"output": str((output / "runs").resolve()), "name": name, "pictures": False}
             method, centralised = trained_as(keys.get("method", RunConfig.method))
             try:
                 config = use.config({**keys, "method": method, **own})
@@ -224,7 +233,7 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
     if not variant:
         own |= {*keys, *listed} | _keys_in(axes)
     every = {key: [*map(_label, values)] for key, values in table_of(tables, "run").items() if isinstance(values, list)}
-    for of in (table_of(tables, "axes"), axes):
+    for of in ({key: [_label(value)] for key, value in keys.items()}, table_of(tables, "axes"), axes):
         every |= {axis: [*every.get(axis, []), *values] for axis, values in of.items()}
     where = _where(chosen.get("where", tables.get("where", [])), every, overrides, data)
     if not variant or "where" in chosen:
@@ -236,17 +245,17 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
     shown["report"] = {**table_of(tables, "report"), **table_of(chosen, "report")}
     every_keys = [keys, *(values for axis in axes.values() for values in axis.values())]
     _check_report(shown, name, axes, {str(values["task"]) for values in every_keys if "task" in values})
-    skip = tuple(chosen.get("skip", tables.get("skip", ())))
+    skip = chosen.get("skip", tables.get("skip", ()))
     if not all(isinstance(case, dict) and case for case in skip):
         raise ConfigError(f"skip must be a list of tables as in [{{ AXIS = VALUE }}], but got {skip!r}")
-    for name_ in (name_ for case in skip for name_ in case):
-        if name_ not in {*axes, *table_of(tables, "axes"), *run}:  # an axis may be a single value in this variant
-            raise ConfigError(unknown("axis in skip:", name_, list(axes)))
+    skip = _where([{"at": case, "keys": {}} for case in skip], every, {}, data, "skip")
     return Sweep(str(tables.get("title", name)), keys, axes, skip, frozenset(own), where, shown)
 
 
-def _where(cases: Any, axes: Mapping[str, Sequence[str]], overrides: Mapping[str, Any], data: str) -> tuple[Where, ...]:
-    """Read the entries of ``[[where]]``, or raise ``ConfigError``.
+def _where(
+    cases: Any, axes: Mapping[str, Sequence[str]], overrides: Mapping[str, Any], data: str, what: str = "where"
+) -> tuple[Where, ...]:
+    """Read the entries of ``[[where]]``, or those of ``what``, or raise ``ConfigError``.
 
     ``axes`` has all labels of the file and the variant. ``overrides`` are keys that
     override the entries'.
@@ -257,9 +266,9 @@ def _where(cases: Any, axes: Mapping[str, Sequence[str]], overrides: Mapping[str
             raise ConfigError(f'[[where]] must have at = {{ axis = "value" }} and keys = {{ key = value }}, but got {case!r}')
         for axis, value in case["at"].items():
             if axis not in axes:
-                raise ConfigError(unknown("axis in where:", axis, list(axes)))
+                raise ConfigError(unknown(f"axis in {what}:", axis, list(axes)))
             if str(value) not in axes[axis]:
-                raise ConfigError(unknown(f"value of {axis} in where:", str(value), list(axes[axis])))
+                raise ConfigError(unknown(f"value of {axis} in {what}:", str(value), list(axes[axis])))
         refuse_decided("the sweep", case["keys"])
         keys = {key: value for key, value in _filled(case["keys"], DATA, data).items() if key not in overrides}
         made.append(Where({axis: str(value) for axis, value in case["at"].items()}, keys))

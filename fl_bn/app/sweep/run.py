@@ -10,7 +10,8 @@ from pathlib import Path
 from fl_bn.app import assembly
 from fl_bn.app.centralised import check_centralised
 from fl_bn.app.config import ConfigError
-from fl_bn.app.sweep.cells import CENTRALISED, Cell, run_cells
+from fl_bn.app.report.cells import CENTRALISED
+from fl_bn.app.sweep.cells import Cell, run_cells
 from fl_bn.app.sweep.file import Sweep
 from fl_bn.data.dataset import DataNotFound
 from fl_bn.support import durable

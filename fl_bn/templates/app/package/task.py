@@ -48,7 +48,8 @@ def load_data(client: int, clients: int, batch_size: int, path: str = ""):
         own = np.array_split(by_digit, clients)[client]
         parts = [(x[own], y[own]), (x[test], y[test])]
     training, testing = (TensorDataset(torch.from_numpy(x).float().view(-1, 1, 8, 8) / 16, torch.from_numpy(y)) for x, y in parts)
-    return DataLoader(training, batch_size, shuffle=True, drop_last=True), DataLoader(testing, batch_size=128)
+    batches = DataLoader(training, batch_size, shuffle=True, drop_last=len(training) > batch_size)
+    return batches, DataLoader(testing, batch_size=128)
 
 
 def train(net, batches, epochs, lr):
