@@ -104,20 +104,18 @@ def answered(kind: str, reply: Any, refusal: str = "") -> dict[str, Any]:
     }
 
 
-def exchanged(asked: str, section: str, nbytes: int, samples: int) -> dict[str, Any]:
+def exchanged(section: str, nbytes: int, samples: int) -> dict[str, Any]:
     """Return the fields of a log line about one vector that the app sends in a layer-wise exchange (as in FedTAN).
 
     Such a vector is sent while the app works on a message. It is not part of the app's answer.
 
     Args:
-        asked: Flower's type of the message that began the exchange.
         section: The section of the vector.
         nbytes: The size of the vector in bytes.
-        samples: The batch size that the client announced when it joined the exchange. It is logged only where ``asked``
-            is ``train``. For other messages the announced number is not a number of samples.
+        samples: The number of samples that the client announced when it joined the exchange: those from which each of its
+            vectors is computed; 0: unknown.
     """
-    of = {"tensors": 1, "bytes": nbytes} | ({"samples": samples} if samples and asked == "train" else {})
-    totals = totals_of({str(text(section))[:LONGEST]: of})
+    totals = totals_of({str(text(section))[:LONGEST]: {"tensors": 1, "bytes": nbytes, "samples": samples}})
     return {"message": "exchange", **totals, "message-bytes": nbytes, "decision": "sent", "reason": ""}
 
 

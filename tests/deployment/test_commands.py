@@ -116,13 +116,9 @@ def test_run_config_follows_from_the_folder_and_the_user_wins(server: ServerFold
             run_config(server, wrong)
 
 
-def rsa(path: Path) -> None:
-    public = generate_private_key(65537, 2048).public_key()
-    path.write_bytes(public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
-
-
 def test_a_key_that_cannot_be_read_is_named_at_once(server: ServerFolder) -> None:
-    for breaks in (rsa, lambda path: path.write_text("ecdsa-sha2-nistp384 garbled"), Path.unlink):
+    rsa = generate_private_key(65537, 2048).public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    for breaks in (lambda path: path.write_bytes(rsa), lambda path: path.write_text("ecdsa-sha2-nistp384 garbled"), Path.unlink):
         breaks(server.public_key("B"))
         shown = CliRunner().invoke(cli, ["register", str(server.path)])
         assert (shown.exit_code, "sites/B.pub: " in shown.output) == (1, True), shown.output

@@ -298,6 +298,23 @@ def test_memory_beyond_the_policy_is_refused_by_name(gate: Gate) -> None:
     gate.told(content)  # control
 
 
+def test_what_summarises_too_few_samples_stays(gate: Gate) -> None:
+    """Vectors of an exchange, one by one or as questions of a replay, must tell their number of samples. Replies and their moments may."""
+    gate.policy("min-samples = 8\n")
+    vector = "from fl_bn.support.departures import leaving; leaving('exchange', 64, COUNT)"
+    reply = (
+        "from flwr.app import Array, MetricRecord; array = ArrayRecord({'x': Array('float32', (1,), '', b'1234')}); "
+        "return Message(RecordDict({'fl-bn/{}': array, 'fl-bn/metrics': MetricRecord({'{}': COUNT})}), reply_to=message)"
+    )
+    told = (("exchange", "batch"), ("moments", "measured"), ("weights", "samples"))
+    replies = [reply.replace("{}", section, 1).replace("{}", number, 1) for section, number in told]
+    for body in (vector, *replies):
+        for count, leaves in ((8, True), (7, False), (0, body in replies[1:])):
+            answer = gate.ask(package(body.replace("COUNT", str(count))))
+            assert leaves != ("min-samples = 8" in str(answer.has_error() and answer.error.reason)), (body, count)
+            assert gate.lines()[-1]["decision"] == ("sent" if leaves else "refused")
+
+
 def test_where_the_line_cannot_be_written_no_answer_leaves(gate: Gate) -> None:
     (gate.site.home / "audit").write_text("a file in the place of the folder")
     reply = gate.ask(package())

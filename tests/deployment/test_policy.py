@@ -28,7 +28,7 @@ def test_a_missing_line_allows_everything_but_foreign_code_and_a_missing_or_empt
     allowed = policy(tmp_path, 'allow-code = "any"\n')
     allowed.check_run({**RUN, "dataset": "own.module:load", "batch-size": 1})
     assert allowed.check_package(b"no zip file", {}) is None
-    allowed.check_reply(1, {"a.count": 1})
+    allowed.check_leaving({"moments": {"samples": 1}, "exchange": {}}, 1)
     for refused in (lambda: Policy.read(tmp_path / "none.toml"), lambda: policy(tmp_path, "")):
         with pytest.raises(PolicyError):
             refused()
@@ -89,15 +89,6 @@ def test_only_the_installed_code_runs_where_the_policy_says_so(tmp_path: Path) -
     for broken in (b"", b"no zip file", whole.replace(b"VERSION = 1", b"VERSION = 2"), whole[:-30]):
         with pytest.raises(NotAllowed):
             only.check_package(broken, {}, package)
-
-
-def test_replies_of_few_samples_do_not_leave(tmp_path: Path) -> None:
-    eight = policy(tmp_path, "min-samples = 8")
-    eight.check_reply(8, {"norm.count": 8, "asleep.count": 0})
-    eight.check_reply(None, {})
-    for samples, statistics in ((7, {}), (100, {"norm.count": 2})):
-        with pytest.raises(NotAllowed):
-            eight.check_reply(samples, statistics)
 
 
 @listed(
