@@ -124,7 +124,7 @@ def renew(
         if stolen and site:
             raise ValueError("--stolen and --site do different things: give only one of them")
         folder = _server(server)
-        signs = authority or folder.kit_authority
+        signs = authority or folder.path.parent / "authority"
         if site:
             place = output or _beside(folder, site)
             renew_site(folder, site, public_key, place)

@@ -57,12 +57,13 @@ def commands(folder: ServerFolder | SiteFolder, only: str = "") -> list[Command]
     Raises:
         ValueError: ``only`` names no program of this folder, or deployments do not know the installed version of Flower.
     """
-    all_commands = server_commands(folder) if isinstance(folder, ServerFolder) else [supernode(folder), clientapp(folder)]
     if only and isinstance(folder, ServerFolder):
         raise ValueError(f"--only is for a site's folder, but {folder.path} is the server's: leave out --only")
+    if isinstance(folder, ServerFolder):
+        return [superlink(folder), serverapp(folder), register(folder)]
     if only and only not in PROGRAMS:
         raise ValueError(f"--only must be {' or '.join(PROGRAMS)}, for a site's folder, but got {only!r} for {folder.path / folder.file}")
-    return [command for command in all_commands if only in ("", command.name)]
+    return [command for command in (supernode(folder), clientapp(folder)) if only in ("", command.name)]
 
 
 def of_1_25() -> bool:
@@ -93,11 +94,6 @@ def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> Path:
     for path in private:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     return private[0] if only else folder.path
-
-
-def server_commands(server: ServerFolder) -> list[Command]:
-    """Return the commands that start the programs of the server's machine."""
-    return [superlink(server), serverapp(server), register(server)]
 
 
 def superlink(server: ServerFolder) -> Command:

@@ -208,11 +208,6 @@ class ServerFolder(Folder):
         return self.path / "ca.crt"
 
     @property
-    def kit_authority(self) -> Path:
-        """Return the folder of the kit's authority, beside this folder. Only the machine where the kit was made has it."""
-        return self.path.parent / "authority"
-
-    @property
     def certificate(self) -> Path:
         """Return the certificate file of the server."""
         return self.path / "server.crt"

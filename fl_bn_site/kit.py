@@ -78,11 +78,6 @@ class KitPlan:
         """Return the host name or IP address of the layer-wise exchange (FedTAN, exact statistics), without a port."""
         return self.exchange_host or self.superlink
 
-    @property
-    def fleet(self) -> str:
-        """Return the address to which SuperNodes connect, HOST:PORT."""
-        return joined(self.superlink, self.fleet_port)
-
 
 def submitter_name(item: str) -> str:
     """Return the name of a submitter. ``item`` is the name itself, or the path of a file NAME.pub."""
@@ -137,9 +132,10 @@ def create(plan: KitPlan, output: Path) -> None:
         for item in plan.submitters
     ]
     hand_out(submitters, server)
+    fleet = joined(plan.superlink, plan.fleet_port)
     for name in plan.sites:
         folder = output / "sites" / name
-        write_site(folder, name, plan.fleet, joined(plan.exchange, plan.exchange_port), ca, submitters)
+        write_site(folder, name, fleet, joined(plan.exchange, plan.exchange_port), ca, submitters)
         write(server / "sites" / f"{name}.pub", (folder / "site.pub").read_bytes(), 0o666)
     write(output / "README.md", kit_readme(plan.sites, [name for name in plan.submitters if not name.endswith(PUB)]).encode(), 0o666)
 

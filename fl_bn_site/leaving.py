@@ -148,11 +148,6 @@ def smallest(sections: Sections) -> int | None:
     return min((of["samples"] for of in sections.values() if of.get("samples")), default=None)
 
 
-def data_of(array: Any) -> int:
-    """Return how many bytes the values of a Flower array take, as ``values_in`` counts them."""
-    return values_in(array.data)
-
-
 def values_in(data: bytes) -> int:
     """Return the number of bytes of the array in ``data``. If ``data`` is in NumPy's file format, its header does not count."""
     header = 10 + int.from_bytes(data[8:10], "little")
@@ -186,7 +181,7 @@ def _arrays(found: Sections, arrays: Mapping[str, Any], metrics: Mapping[str, An
             behind = _whole(metrics.get("batch"))
         elif name.startswith(OURS) and section != "steps" and (section == "statistics" or steps == 1):
             behind = samples
-        _add(found, section, len(record), sum(map(data_of, record.values())), behind)
+        _add(found, section, len(record), sum(values_in(array.data) for array in record.values()), behind)
 
 
 def _metrics(found: Sections, arrays: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:

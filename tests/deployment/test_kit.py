@@ -134,14 +134,11 @@ def test_what_is_rendered_is_read_and_paths_start_at_the_folder_wherever_the_com
         server = ServerFolder.read("server")
     assert server.state.resolve() == tmp_path / "elsewhere"
     assert (server.results, server.app) == (Path("/srv/results"), Path.home() / "project")
-
-
-def test_data_paths_are_absolute_unless_a_function_reads_them(tmp_path: Path) -> None:
-    site = folder(tmp_path, SiteFolder, SITE)
+    data = folder(tmp_path, SiteFolder, SITE)  # its paths are absolute, unless a function reads them
     for dataset, given, read in (("npz", "one.npz, b/2.npz", f"{tmp_path}/one.npz,{tmp_path}/b/2.npz"), ("mine:load", "a b", "a b")):
-        write_line(site / "site.toml", "dataset", dataset)
-        write_line(site / "site.toml", "data-path", given)
-        assert SiteFolder.read(site).data_path == read
+        write_line(data / "site.toml", "dataset", dataset)
+        write_line(data / "site.toml", "data-path", given)
+        assert SiteFolder.read(data).data_path == read
 
 
 @listed(

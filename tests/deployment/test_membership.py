@@ -30,6 +30,7 @@ from tests.deployment.inner import (
 from tests.deployment.test_kit import failures
 from tests.deployment.tls_servers import accepts, reissue
 from tests.refusals import naming
+from tests.test_durable import room_for
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -65,6 +66,8 @@ CHANGES: list[Callable[[ServerFolder, Path], object]] = [
     lambda server, kit: renew_site(server, "C", None, kit / "sites/A"),
     lambda server, kit: renew_server(server, other(kit), 400),
     lambda server, kit: renew_server(server, kit / "nowhere", 400),
+    lambda server, kit: renew_server(server, kit.parent / "mixed", 400),
+    lambda server, kit: renew_site(server, "B", None, kit / "sites/A"),
 ]
 
 
@@ -74,11 +77,18 @@ def test_what_cannot_be_changed_leaves_all_as_it_was(kit: Path, server: ServerFo
         with pytest.raises(KitError):
             change(server, kit)
         assert contents(kit) == before
+    signs: Any = kit / "authority"
+    for change, *given in ((renew_server, signs, 400), (replace_authority, signs, 400), (renew_site, "B", None, kit / "sites/B")):
+        with room_for(500), pytest.raises(OSError, match="too large"):
+            change(server, *given)
+        assert contents(kit) == before
 
 
 def other(kit: Path) -> Path:
-    """Make another kit; return the folder of its authority."""
+    """Make another kit; return the folder of its authority. The folder ``mixed`` has its key with the certificate of ``kit``."""
     create(PLAN, kit.parent / "other")
+    shutil.copytree(kit.parent / "other/authority", kit.parent / "mixed")
+    shutil.copy(kit / "authority/ca.crt", kit.parent / "mixed")
     return kit.parent / "other/authority"
 
 

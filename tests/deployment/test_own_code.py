@@ -45,11 +45,10 @@ def test_a_flower_app_of_one_s_own_is_packed_as_it_is_with_the_keys_of_its_run(s
             own_config(package, wrong, NOW)
 
 
-def test_modules_are_packed_beside_fl_bn_s_app(server: ServerFolder, modules: Path) -> None:
+def test_modules_are_packed_beside_fl_bn_s_app_and_what_is_no_code_is_refused(
+    server: ServerFolder, own_app: Path, modules: Path, tmp_path: Path
+) -> None:
     assert names(build(server, modules)) - names(build(server)) == {"mynets.py", "parts/more.py"}, "modules, and no data"
-
-
-def test_what_is_no_code_is_refused(server: ServerFolder, own_app: Path, modules: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (modules / "server_app.py").write_text("")  # as a module of fl-bn's own project is called
     for folder, word in ((tmp_path / "none", "none"), (tmp_path / "empty", "empty"), (modules, "server_app")):

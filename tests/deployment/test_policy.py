@@ -91,13 +91,11 @@ def test_only_the_installed_code_runs_where_the_policy_says_so(tmp_path: Path) -
             only.check_package(broken, {}, package)
 
 
-@listed(
-    "text",
-    ["allow-method = []", 'allow-methods = "hbn"', 'allow-code = "sent"', "max-memory = 0", "min-samples = 1.5", 'allow-code = "signed"'],
-)
-def test_a_policy_that_is_wrong_is_no_policy(tmp_path: Path, text: str) -> None:
-    with naming(text.split(" =")[0], PolicyError):
-        policy(tmp_path, text)
+def test_a_policy_that_is_wrong_is_no_policy(tmp_path: Path) -> None:
+    code = ('allow-code = "sent"', 'allow-code = "signed"')
+    for text in ("allow-method = []", 'allow-methods = "hbn"', "max-memory = 0", "min-samples = 1.5", *code):
+        with naming(text.split(" =")[0], PolicyError):
+            policy(tmp_path, text)
 
 
 def test_the_app_s_gate_gets_the_stricter_of_policy_and_node_config(tmp_path: Path) -> None:
