@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import shlex
 import sys
 import sysconfig
 from collections.abc import Mapping
@@ -39,12 +38,6 @@ class Command:
     env: Mapping[str, str]
     cwd: Path
     once: bool = False
-
-    def __str__(self) -> str:
-        """Return the command as one line that can be pasted into a shell."""
-        return " ".join(
-            [f"cd {shlex.quote(str(self.cwd))} &&", *(f"{k}={shlex.quote(v)}" for k, v in self.env.items()), shlex.join(self.argv)]
-        )
 
 
 def commands(folder: ServerFolder | SiteFolder, only: str = "") -> list[Command]:

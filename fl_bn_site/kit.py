@@ -9,7 +9,7 @@ from pathlib import Path
 from fl_bn.support.durable import write
 from fl_bn_site.certificates import alternative_name, make_authority, make_server, write_site_key
 from fl_bn_site.days import SERVER_DAYS
-from fl_bn_site.folders import EXCHANGE_PORTS, ServerFolder, SiteFolder, render, site_name
+from fl_bn_site.folders import EXCHANGE_PORTS, ServerFolder, SiteFolder, render, site_name, site_names
 from fl_bn_site.guides import kit_file, kit_readme, server_guide, site_guide
 from fl_bn_site.policy import SUBMITTERS
 from fl_bn_site.signing import Submitter
@@ -56,13 +56,11 @@ class KitPlan:
         try:
             for host in (self.superlink, self.exchange, *self.also):
                 alternative_name(host)
-            for name in (*self.sites, *map(submitter_name, self.submitters)):
+            for name in map(submitter_name, self.submitters):
                 site_name(name)
+            site_names(self.sites)
         except ValueError as error:
-            raise KitError(str(error)) from error
-        if not self.sites or len({site.casefold() for site in self.sites}) < len(self.sites):
-            names = ", ".join(self.sites) or "none"
-            raise KitError(f"a kit needs at least one site, and the sites' names must differ even in lower case, but got {names}")
+            raise KitError(f"hosts and names: {error}") from error
         if not self.submitters or len(set(map(submitter_name, self.submitters))) < len(self.submitters):
             names = ", ".join(self.submitters) or "none"
             raise KitError(f"a kit needs at least one submitter, and their names must differ, but got {names}")
@@ -70,8 +68,7 @@ class KitPlan:
         if self.days < 1:
             raise KitError(f"days must be at least 1, but got {self.days}")
         if not all(0 < port < 65536 for port in ports):
-            exchange = f"{ports[1]} to {ports[2]} for the layer-wise exchange"
-            raise KitError(f"ports must be 1..65535, but got {self.fleet_port} for SuperNodes, and {exchange}")
+            raise KitError("ports must be 1..65535, but got {} for SuperNodes, and {} to {} for the layer-wise exchange".format(*ports))
 
     @property
     def exchange(self) -> str:

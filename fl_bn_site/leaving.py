@@ -125,7 +125,7 @@ def totals_of(sections: Sections) -> dict[str, Any]:
         "sections": sections,
         "tensors": sum(of["tensors"] for of in sections.values()),
         "bytes": sum(of["bytes"] for of in sections.values()),
-        "smallest-samples": smallest(sections),
+        "smallest-samples": min((of["samples"] for of in sections.values() if of.get("samples")), default=None),
     }
 
 
@@ -141,11 +141,6 @@ def message_bytes(message: Any) -> int:
         objects[hash(data)] = len(data)
         waiting += (one.children or {}).values()
     return sum(objects.values())
-
-
-def smallest(sections: Sections) -> int | None:
-    """Return the smallest ``samples`` of all ``sections``; None: no section has a number of samples."""
-    return min((of["samples"] for of in sections.values() if of.get("samples")), default=None)
 
 
 def values_in(data: bytes) -> int:
@@ -199,7 +194,8 @@ def _metrics(found: Sections, arrays: Mapping[str, Any], metrics: Mapping[str, A
 
 
 def _evaluation(found: Sections, metrics: Mapping[str, Any]) -> None:
-    values = _together_metrics(metrics)
+    own: Iterator[Any] = (record for name, record in metrics.items() if not name.startswith(OURS))
+    values = {name: value for record in (*own, metrics.get(METRICS, {})) for name, value in record.items()}
     behind = _whole(values.get("fewest")) or _whole(values.get("samples")) or _whole(values.get("num-examples"))
     _add(found, "evaluation", 0, NUMBER * sum(isinstance(value, float) for value in values.values()), behind)
 
@@ -215,11 +211,6 @@ def _configs(found: Sections, configs: Mapping[str, Any]) -> None:
                 _add(found, OTHER, 0, sum(map(values_in, value[:-1])))
             else:
                 _add(found, OTHER, 0, size(value))
-
-
-def _together_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    own: Iterator[Any] = (record for name, record in metrics.items() if not name.startswith(OURS))
-    return {name: value for record in (*own, metrics.get(METRICS, {})) for name, value in record.items()}
 
 
 def text(value: object) -> str | None:

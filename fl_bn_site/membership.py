@@ -46,7 +46,7 @@ def add_site(server: ServerFolder, name: str, public_key: Path | None, output: P
     try:
         site_name(name)
     except ValueError as error:
-        raise KitError(str(error)) from error
+        raise KitError(f"a site's name {error}") from error
     if name.casefold() in {site.casefold() for site in server.sites}:
         raise KitError(
             f"{server.path / server.file} names a site {name} already: choose another name, or give that site a new key: `fl-bn kit renew`"
@@ -235,15 +235,18 @@ def _read_key(server: ServerFolder, name: str, public_key: Path) -> bytes:
     """Read and check the public key file that is to become the key of the site ``name``. Return the content of the file.
 
     Raises:
-        KitError: The file holds no public key, or the key of another site.
+        KitError: The file holds no public key, or a key that a site has or had.
     """
     try:
         content, key = public_key.read_bytes(), read_public(public_key)
     except (OSError, ValueError) as error:
         raise KitError(f"{public_key} is not the public key of a site (site.pub): {error}") from error
-    for other in server.sites:
-        if other != name and server.public_key(other).exists() and read_public(server.public_key(other)) == key:
-            raise KitError(f"{public_key} is the key of {other}, but every site needs a key of its own: make another key pair for {name}")
+    present = {read_public(path): site for site in server.sites if (path := server.public_key(site)).exists()}
+    if owner := present.get(key) or former_owner(server, key):
+        raise KitError(
+            f"{public_key} is a key that {owner} has or had, but every site needs a key of its own, and Flower accepts no former one: "
+            f"make another key pair for {name}"
+        )
     return content
 
 

@@ -17,10 +17,6 @@ NOT_TOLD = "its app has reported no rounds: only the strategies of fl_bn.flower 
 NOT_RESUMED = "it ended early; fl-bn does not resume the run of a user's own Flower app, so submit it again"
 
 
-class NoSuchRun(ValueError):
-    """Signal that no run has this name or id."""
-
-
 def went_on(runs: Sequence[Submitted]) -> set[int]:
     """Return the ids of the runs that a later run resumed. ``runs`` has the newest run first."""
     named = [run for run in runs if run.name and not run.own]  # the run of a user's own Flower app is never resumed
@@ -40,7 +36,7 @@ def abort(server: ServerFolder, name: str, address: str = "") -> str:
         A sentence that says what was done.
 
     Raises:
-        NoSuchRun: No run has this name or id.
+        ValueError: No run has this name or id.
         ControlError: The SuperLink does not answer.
     """
     with control_of(server, address) as control:
@@ -107,11 +103,10 @@ def _find(server: ServerFolder, name: str, control: Control) -> Submitted:
     """Return the newest run with this name or id.
 
     Raises:
-        NoSuchRun: No run has this name or id. The message names the last runs.
+        ValueError: No run has this name or id. The message names the last runs.
     """
     runs = control.runs()
     if found := next((run for run in runs if name and name in (str(run.id), run.name)), None):
         return found
     known = ", ".join(dict.fromkeys(run.name for run in runs[:5] if run.name))
-    shown = f"`fl-bn status {server.path} --all` shows all"
-    raise NoSuchRun(f"no run of {server.path} is called {name}; the last runs are {known or 'none'} ({shown})")
+    raise ValueError(f"no run of {server.path} is called {name}; the last runs are {known or 'none'} (`fl-bn status --all` shows all)")

@@ -21,24 +21,11 @@ from typer.testing import CliRunner
 
 from fl_bn.cli.main import app as cli
 from fl_bn.flower.secagg.workflow import is_key
-from fl_bn_site.commands import SUPERLINK, superlink
+from fl_bn_site.commands import SUPERLINK, commands, environment, node_config, superlink
 from fl_bn_site.gate import Site, options
 from fl_bn_site.programs import LOST, OVER, SUPERNODE
 from tests.deployment import tls_servers
-from tests.deployment.inner import (
-    ConfigError,
-    KitPlan,
-    ServerFolder,
-    SiteFolder,
-    commands,
-    create,
-    environment,
-    flower_config,
-    node_config,
-    parse_overrides,
-    run_config,
-    stage,
-)
+from tests.deployment.inner import ConfigError, KitPlan, ServerFolder, SiteFolder, create, flower_config, parse_overrides, run_config, stage
 from tests.refusals import naming
 
 ROOT = Path(__file__).parents[2]

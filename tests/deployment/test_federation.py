@@ -21,8 +21,8 @@ import pytest
 
 from fl_bn.support.flower_config import flower_config
 from fl_bn_site.audit_report import chosen, report_of
-from fl_bn_site.commands import of_1_25, program
-from fl_bn_site.submitters import trust
+from fl_bn_site.commands import environment, of_1_25, program
+from fl_bn_site.submitters import Package, trust, write_submitter_key
 from tests.deployment.federation import (
     FL_BN,
     ROOT,
@@ -36,21 +36,7 @@ from tests.deployment.federation import (
     rounds_of,
     wait_until,
 )
-from tests.deployment.inner import (
-    OTHER,
-    KitPlan,
-    Package,
-    ServerFolder,
-    SiteFolder,
-    build,
-    check,
-    create,
-    environment,
-    lines_in,
-    status,
-    write_site_key,
-    write_submitter_key,
-)
+from tests.deployment.inner import OTHER, KitPlan, ServerFolder, SiteFolder, build, check, create, lines_in, status, write_site_key
 from tests.deployment.tls_servers import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

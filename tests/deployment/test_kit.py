@@ -88,11 +88,7 @@ def test_keys_are_never_shown_nor_overwritten(tmp_path: Path, capfd: pytest.Capt
     again = runner.invoke(app, make)
     assert again.exit_code == 2
     assert [(kit / name).read_bytes() for name in PRIVATE] == before
-    for arguments in (["kit", "verify", str(kit)], ["start", str(kit / "server"), "--print"], ["start", str(kit / "sites/A"), "--print"]):
-        result = runner.invoke(app, arguments)
-        assert result.exit_code == 0
-        shown += result.output
-    shown += again.output + "".join(capfd.readouterr())
+    shown += runner.invoke(app, ["kit", "verify", str(kit)]).output + again.output + "".join(capfd.readouterr())
     lines = [line for content in before for line in content.decode().splitlines() if not line.startswith("-----")]
     assert len(lines) > 8
     assert not any(line in shown for line in lines)
