@@ -12,6 +12,7 @@ import json
 import queue
 import shlex
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -198,9 +199,7 @@ class Control:
 
     def runs(self) -> list[Submitted]:
         """Return all runs of the SuperLink, the newest first."""
-        file = self.server.submitted_file
-        notes = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-        known = {note["run"]: note for note in notes}
+        known = {note["run"]: note for note in lines_of(self.server.submitted_file, "run")}
         found = []
         for told in self.ask("list")["runs"]:
             note = known.get(int(told["run-id"]), {"config": {}, "code": ""})
@@ -285,6 +284,23 @@ def control_of(server: ServerFolder, address: str = "") -> Iterator[Control]:
         else:
             (control.home / "config.toml").write_text(control._superlink().replace("[tool.flwr.federations.", "[superlink."))
         yield control
+
+
+def lines_of(file: Path, needed: str) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file that has one in each line; an empty list where there is no file.
+
+    A line that cannot be read, or lacks the key ``needed``, is left out and told on stderr: the others count all the same. An
+    incomplete last line, which an active run may be writing, is left out without a word.
+    """
+    found = []
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1] if file.exists() else (), 1):
+        try:
+            row = json.loads(line)
+            row[needed]
+            found.append(row)
+        except (ValueError, TypeError, KeyError):
+            print(f"{file}: line {number} cannot be read, and is left out: remove it, or put the file back from a copy", file=sys.stderr)
+    return found
 
 
 def key_of(site: Path) -> bytes:

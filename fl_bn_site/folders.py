@@ -282,11 +282,6 @@ class SiteFolder(Folder):
         return self.audit or self.node_dir / "audit"
 
     @property
-    def public_key(self) -> Path:
-        """Return the public key file of this site."""
-        return self.path / "site.pub"
-
-    @property
     def node_dir(self) -> Path:
         """Return the folder of the gate and the SuperNode: their state, the audit log, and which run came with which signature."""
         return self.path / "node"

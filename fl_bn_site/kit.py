@@ -54,7 +54,7 @@ class KitPlan:
 
     def __post_init__(self) -> None:
         try:
-            for host in (self.superlink, self.exchange, *self.also):
+            for host in (self.superlink, self.exchange_host or self.superlink, *self.also):
                 alternative_name(host)
             for name in map(submitter_name, self.submitters):
                 site_name(name)
@@ -69,11 +69,6 @@ class KitPlan:
             raise KitError(f"days must be at least 1, but got {self.days}")
         if not all(0 < port < 65536 for port in ports):
             raise KitError("ports must be 1..65535, but got {} for SuperNodes, and {} to {} for the layer-wise exchange".format(*ports))
-
-    @property
-    def exchange(self) -> str:
-        """Return the host name or IP address of the layer-wise exchange (FedTAN, exact statistics), without a port."""
-        return self.exchange_host or self.superlink
 
 
 def submitter_name(item: str) -> str:
@@ -103,19 +98,18 @@ def create(plan: KitPlan, output: Path) -> None:
     for folder in (authority_folder, server, server / "sites", *(output / "sites" / site for site in plan.sites)):
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
+    exchange = plan.exchange_host or plan.superlink
     authority = make_authority("fl-bn federation", plan.days)
     authority.write(authority_folder / "ca.crt", authority_folder / "ca.key")
     ca = (authority_folder / "ca.crt").read_bytes()
 
-    make_server(authority, (plan.superlink, plan.exchange, *LOCAL, *plan.also), plan.days).write(
-        server / "server.crt", server / "server.key"
-    )
+    make_server(authority, (plan.superlink, exchange, *LOCAL, *plan.also), plan.days).write(server / "server.crt", server / "server.key")
     write(server / "ca.crt", ca, 0o666)
     text = render(
         ServerFolder,
         superlink=plan.superlink,
         fleet=f"0.0.0.0:{plan.fleet_port}",
-        exchange_host=plan.exchange,
+        exchange_host=exchange,
         exchange_port=plan.exchange_port,
         sites=list(plan.sites),
     )
@@ -132,7 +126,7 @@ def create(plan: KitPlan, output: Path) -> None:
     fleet = joined(plan.superlink, plan.fleet_port)
     for name in plan.sites:
         folder = output / "sites" / name
-        write_site(folder, name, fleet, joined(plan.exchange, plan.exchange_port), ca, submitters)
+        write_site(folder, name, fleet, joined(exchange, plan.exchange_port), ca, submitters)
         write(server / "sites" / f"{name}.pub", (folder / "site.pub").read_bytes(), 0o666)
     write(output / "README.md", kit_readme(plan.sites, [name for name in plan.submitters if not name.endswith(PUB)]).encode(), 0o666)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fl_bn.support.flower_config import PROGRESS, Scalar
-from fl_bn_site.control import Control, Submitted, control_of
+from fl_bn_site.control import Control, Submitted, control_of, lines_of
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.own_config import ROUNDS
 
@@ -53,14 +52,9 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of ``rounds.jsonl`` in the folder of a run, one per round.
 
     Where this file is missing, return the rows that a user's own Flower app has reported; where these are missing, too, an
-    empty list. An incomplete last line, which an active run is writing, is left out.
+    empty list. Lines are left out as ``lines_of`` says.
     """
-    return _lines(folder / "rounds.jsonl") or [row for row in _lines(folder / PROGRESS) if row["round"]]
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return lines_of(folder / "rounds.jsonl", "round") or [row for row in lines_of(folder / PROGRESS, "round") if row["round"]]
 
 
 def rounds_of(server: ServerFolder, config: Mapping[str, Scalar]) -> int:
@@ -74,7 +68,7 @@ def rounds_of(server: ServerFolder, config: Mapping[str, Scalar]) -> int:
         config: The keys of the run config that the user gave.
     """
     folder = server.results / str(config.get("resume") or config.get("name") or "")
-    told = [int(row["rounds"]) for row in _lines(folder / PROGRESS)[-1:]]
+    told = [int(row["rounds"]) for row in lines_of(folder / PROGRESS, "rounds")[-1:]]
     planned = [value for key in ("rounds", ROUNDS) if type(value := config.get(key)) is int and value > 0]
     if known := [number for number in (*told, *planned) if number]:
         return known[0]

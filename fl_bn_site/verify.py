@@ -101,8 +101,8 @@ def _site(folder: Path, noted: str = "") -> Iterator[Finding]:
         yield _true(True, f"{site.policy} is complete")
     except PolicyError as error:
         yield _true(False, f"{site.policy} is complete", f"{error}. This site refuses every run until that is corrected")
-    pair = f"{site.private_key} belongs to {site.public_key}"
-    yield _same(pair, lambda: public_half(site.private_key), lambda: read_public(site.public_key))
+    public = folder / "site.pub"
+    yield _same(f"{site.private_key} belongs to {public}", lambda: public_half(site.private_key), lambda: read_public(public))
     if site.audit_log.is_dir():
         yield from _audit(site.audit_log, noted)
 

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from fl_bn.cli.main import app as cli
 from fl_bn.flower.secagg.workflow import is_key
 from fl_bn_site.commands import SUPERLINK, commands, environment, node_config, superlink
+from fl_bn_site.control import lines_of
 from fl_bn_site.gate import Site, options
 from fl_bn_site.programs import LOST, OVER, SUPERNODE
 from tests.deployment import tls_servers
@@ -101,6 +102,15 @@ def test_run_config_follows_from_the_folder_and_the_user_wins(server: ServerFold
     for wrong in ("method='hbm'", "round=2", "rounds"):
         with pytest.raises(ConfigError):
             run_config(server, wrong)
+
+
+def test_a_line_that_cannot_be_read_is_named_and_the_others_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "submitted.jsonl"
+    assert lines_of(file, "run") == []
+    file.write_bytes(b'{"run": 1}\n{"run": 2, "conf\n\xff\n[12]\n{}\n{"run": 3}\n{"run": 4')  # the last one is being written
+    assert lines_of(file, "run") == [{"run": 1}, {"run": 3}]
+    told = capsys.readouterr().err
+    assert [number for number in range(1, 9) if f"{file}: line {number} " in told] == [2, 3, 4, 5]
 
 
 def test_a_key_that_cannot_be_read_is_named_at_once(server: ServerFolder) -> None:

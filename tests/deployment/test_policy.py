@@ -37,13 +37,19 @@ def test_a_missing_line_allows_everything_but_foreign_code_and_a_missing_or_empt
         policy(tmp_path, "").check_package(package_of({"app.py": ""}), {})
 
 
-def test_the_template_s_lines_can_be_set(tmp_path: Path) -> None:
+def test_the_template_s_lines_can_be_set_and_limits_reach_the_app(tmp_path: Path) -> None:
     alice = Submitter("alice", bytes(32))
     hand_out([alice], tmp_path)
     template = kit_file("policy.toml")
     assert policy(tmp_path, template) == Policy(allow_code="signed", trusted_submitters=(alice,)), "a new site takes part in signed runs"
     text = "".join(line.removeprefix("#") + "\n" for line in template.splitlines() if not line.startswith("# "))
     assert policy(tmp_path, text) == Policy(("fedbn", "hbn"), (), "signed", (alice,), 8.0, 8, 40, 0)
+    # the app's gate gets the stricter of policy and node config
+    eight = policy(tmp_path, "min-samples = 8\nmax-evaluations = 5\nmax-unknown-rounds = 2\n")
+    assert eight.limits({"device": "cpu"}) == {"device": "cpu", "min-samples": 8, "max-evaluations": 5, "max-unknown-rounds": 2}
+    stricter = {"min-samples": 30, "max-evaluations": 3, "max-unknown-rounds": 0}
+    assert eight.limits(stricter) == stricter
+    assert policy(tmp_path, "# no line").limits({"min-samples": 3}) == {"min-samples": 3}
 
 
 @listed(
@@ -96,11 +102,3 @@ def test_a_policy_that_is_wrong_is_no_policy(tmp_path: Path) -> None:
     for text in ("allow-method = []", 'allow-methods = "hbn"', "max-memory = 0", "min-samples = 1.5", *code):
         with naming(text.split(" =")[0], PolicyError):
             policy(tmp_path, text)
-
-
-def test_the_app_s_gate_gets_the_stricter_of_policy_and_node_config(tmp_path: Path) -> None:
-    eight = policy(tmp_path, "min-samples = 8\nmax-evaluations = 5\nmax-unknown-rounds = 2\n")
-    assert eight.limits({"device": "cpu"}) == {"device": "cpu", "min-samples": 8, "max-evaluations": 5, "max-unknown-rounds": 2}
-    stricter = {"min-samples": 30, "max-evaluations": 3, "max-unknown-rounds": 0}
-    assert eight.limits(stricter) == stricter
-    assert policy(tmp_path, "# no line").limits({"min-samples": 3}) == {"min-samples": 3}
