@@ -84,7 +84,7 @@ def add_site(
     with _refusals(), _alone(server) as folder:
         place = output or folder.path.parent / "sites" / name
         changed = add(folder, name, public_key, place)
-        typer.echo(f"{name} is in {changed.path / changed.file}; {_clients_from_now_on(changed)}")
+        typer.echo(f"{name} is in {changed.path / changed.file}; runs from now on have {len(changed.sites)} clients")
         if public_key is None:
             typer.echo(f"{place}: send this folder to {name} over a secret channel; its GUIDE.md says how to go on")
         _tell_superlink(changed)
@@ -97,7 +97,7 @@ def remove_site(server: ServerArgument, name: SiteArgument) -> None:
 
     with _refusals(), _alone(server) as folder:
         changed = remove(folder, name)
-        typer.echo(f"{name} is no longer in {changed.path / changed.file}; {_clients_from_now_on(changed)}")
+        typer.echo(f"{name} is no longer in {changed.path / changed.file}; runs from now on have {len(changed.sites)} clients")
         _tell_superlink(changed)
 
 
@@ -301,10 +301,6 @@ def _alone(folder: Path) -> Iterator[ServerFolder]:
 
     with one_at_a_time(_server(folder).path):
         yield _server(folder)
-
-
-def _clients_from_now_on(server: ServerFolder) -> str:
-    return f"runs that are submitted from now on have {len(server.sites)} clients"
 
 
 def _tell_superlink(server: ServerFolder) -> None:

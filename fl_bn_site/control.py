@@ -187,15 +187,11 @@ class Control:
             answer = self.ask("run", str(app), "--run-config", flower_config(run_config))
         run = str(answer["run-id"])
         if not code.startswith(answer["fab-hash"]):
-            self.stop(run)
+            self.ask("stop", run)
             raise ControlError(f"Flower here packs the run as {answer['fab-hash']}, and {code[:8]} was signed: sign it with this version")
         self.server.state.mkdir(parents=True, exist_ok=True, mode=0o700)
         append(self.server.submitted_file, json.dumps({"run": int(run), "code": code, "config": dict(run_config)}).encode() + b"\n")
         return run
-
-    def stop(self, run: str) -> None:
-        """End the run with this id."""
-        self.ask("stop", run)
 
     def runs(self) -> list[Submitted]:
         """Return all runs of the SuperLink, the newest first."""
@@ -411,7 +407,4 @@ def _note(server: ServerFolder, known: Mapping[str, int], keys: Mapping[str, str
 
 
 def _time(text: str) -> datetime | None:
-    try:
-        return datetime.fromisoformat(text)
-    except ValueError:  # N/A
-        return None
+    return datetime.fromisoformat(text) if text[:1].isdigit() else None  # N/A

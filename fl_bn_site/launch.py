@@ -104,8 +104,7 @@ def present(
     here = {name: node for name, node in nodes.items() if name not in away}
     enough = 0 < int(config.get("min-sites") or 0) <= len(here)
     for name in away:
-        state = "not registered" if nodes[name] == "0" else "offline"
-        say(f"site {name} is {state}: {'it is left out' if enough else 'the run needs it'}")
+        say(f"site {name} is {'offline' if int(nodes[name]) else 'not registered'}: {'it is left out' if enough else 'the run needs it'}")
     if enough:
         return {**config, "clients": len(here), "client-names": ",".join(here), "client-nodes": ",".join(here.values())}
     if away and (not waits or "0" in nodes.values()):

@@ -42,7 +42,7 @@ def abort(server: ServerFolder, name: str, address: str = "") -> str:
         run = _find(server, name, control)
         if run.status.startswith("finished"):
             return f"{name} had ended already: {run.status.removeprefix('finished:')}"
-        control.stop(str(run.id))
+        control.ask("stop", str(run.id))
     from fl_bn_site.submit import how_to_go_on  # imported here, since it imports torch: the run is stopped before that
 
     return f"{run.name or name} is stopped; {how_to_go_on(server, run.name, run.own)}"

@@ -44,7 +44,7 @@ def test_flower_accepts_the_superlink_and_the_supernode(server: ServerFolder, si
     tls_servers.write_line(site.path / "site.toml", "dataset", "npz")
     tls_servers.write_line(site.path / "site.toml", "data-path", "my data.npz")
     site = SiteFolder.read(site.path)
-    gate, poll, programs = options(list(commands(site)[0].argv[4:]))
+    gate, poll, _, programs = options(list(commands(site)[0].argv[4:]))
     assert gate == Site(*(site.path / name for name in ("node", "policy.toml", "node/audit", "packages", "run/apps.sock")))
     assert poll == site.poll_seconds
     args = _parse_args_run_supernode().parse_args(programs[SUPERNODE])

@@ -22,6 +22,7 @@ from fl_bn_site import wire
 from fl_bn_site.answer import LATE, Answer, Site
 from fl_bn_site.gate import SECRET, write_command
 from fl_bn_site.packages import PackageError, Packages, files_of
+from fl_bn_site.programs import listens
 from tests.deployment.federation import wait_until
 from tests.deployment.inner import Package, check, hand_out, lines_in
 from tests.deployment.test_signing import ALICE, MINE, package_of
@@ -386,8 +387,11 @@ def test_no_text_of_the_server_is_a_path_and_nothing_of_a_package_lands_outside_
             files_of(package_of({name: "x"}))
 
 
-def test_flower_finds_no_other_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flower 1.42 starts the program of the task that the server names."""
+def test_flower_finds_no_other_program_and_no_other_site_s_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower 1.42 starts the program of the task that the server names. A SuperExec waits until its own SuperNode listens."""
+    with socket.create_server(("127.0.0.1", 0)) as taken, subprocess.Popen(["sleep", "60"]) as other:
+        assert [listens(process, taken.getsockname()[1]) for process in (os.getpid(), other.pid)] == [True, False]
+        other.kill()
     monkeypatch.setenv("PATH", os.environ["PATH"])
     assert shutil.which("flower-superexec")  # control
     write_command(tmp_path / "home")

@@ -108,9 +108,8 @@ class SuperLink:
 
     def __init__(self) -> None:
         self.taken, self.here, self.breaks = list[bytes](), set[int](), False
-
-    def nodes(self) -> dict[int, None]:
-        return dict.fromkeys(self.here)
+        self.nodes = lambda: dict.fromkeys(self.here)
+        self.ask = lambda *words: self.here.remove(int(words[-1]))
 
     def register(self, public_key: Path) -> int:
         if read_public(public_key) in self.taken:
@@ -120,9 +119,6 @@ class SuperLink:
         if self.breaks:
             raise KeyboardInterrupt
         return len(self.taken)
-
-    def ask(self, *words: str) -> None:
-        self.here.remove(int(words[-1]))
 
 
 def test_a_key_that_the_superlink_refuses_locks_out_its_site_alone_and_an_interrupted_registration_none(
