@@ -15,7 +15,7 @@ import typer
 
 from fl_bn.cli.refusal import refused
 from fl_bn_site.audit_command import audit
-from fl_bn_site.days import SERVER_DAYS
+from fl_bn_site.days import MOST_DAYS, SERVER_DAYS
 
 if TYPE_CHECKING:
     from fl_bn_site.folders import ServerFolder
@@ -110,7 +110,7 @@ def renew(
     authority: Annotated[
         Path | None, typer.Option(help="the folder `authority` of the kit, which signs the server's certificate; default: beside FOLDER")
     ] = None,
-    days: Annotated[int, typer.Option(min=1, help="days for which the server's certificate is valid")] = SERVER_DAYS,
+    days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="days for which the server's certificate is valid")] = SERVER_DAYS,
     stolen: Annotated[
         bool, typer.Option("--stolen", help="the server's key was stolen: make a new authority, too, and a new ca.crt for every site")
     ] = False,

@@ -207,8 +207,7 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
     Flower's programs start each other by name. Addresses of this machine are excepted from proxies. The
     variables in ``extra`` are added last.
     """
-    scripts = sysconfig.get_path("scripts")
-    path = f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    path = os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)))
     return {**os.environ, "PATH": path, **with_exceptions(os.environ), **extra}
 
 

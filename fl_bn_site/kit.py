@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from fl_bn.support.durable import write
 from fl_bn_site.certificates import alternative_name, make_authority, make_server, write_site_key
-from fl_bn_site.days import SERVER_DAYS
+from fl_bn_site.days import MOST_DAYS, SERVER_DAYS
 from fl_bn_site.folders import EXCHANGE_PORTS, ServerFolder, SiteFolder, render, site_name, site_names
 from fl_bn_site.guides import kit_file, kit_readme, server_guide, site_guide
 from fl_bn_site.policy import SUBMITTERS
@@ -65,8 +66,8 @@ class KitPlan:
             names = ", ".join(self.submitters) or "none"
             raise KitError(f"a kit needs at least one submitter, and their names must differ, but got {names}")
         ports = (self.fleet_port, self.exchange_port, self.exchange_port + EXCHANGE_PORTS - 1)
-        if self.days < 1:
-            raise KitError(f"days must be at least 1, but got {self.days}")
+        if not 1 <= self.days <= MOST_DAYS:
+            raise KitError(f"days must be 1..{MOST_DAYS}, but got {self.days}")
         if not all(0 < port < 65536 for port in ports):
             raise KitError("ports must be 1..65535, but got {} for SuperNodes, and {} to {} for the layer-wise exchange".format(*ports))
 
@@ -82,7 +83,7 @@ def joined(host: str, port: int) -> str:
 
 
 def create(plan: KitPlan, output: Path) -> None:
-    """Make all keys and certificates of a kit, and write its folders.
+    """Make all keys and certificates of a kit, and write its folders: all of them, or none.
 
     Args:
         plan: The kit.
@@ -94,6 +95,15 @@ def create(plan: KitPlan, output: Path) -> None:
     """
     if output.is_file() or any(path.is_file() for path in output.rglob("*")):
         raise KitError(f"{output} holds files already, and keys are never overwritten: give another --output, or move it away first")
+    output.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".unfinished-", dir=output) as folder:
+        _fill(plan, Path(folder))
+        for part in sorted(Path(folder).iterdir()):
+            part.rename(output / part.name)
+
+
+def _fill(plan: KitPlan, output: Path) -> None:
+    """Make a kit in the empty folder ``output``."""
     authority_folder, server = output / "authority", output / "server"
     for folder in (authority_folder, server, server / "sites", *(output / "sites" / site for site in plan.sites)):
         folder.mkdir(parents=True, exist_ok=True)

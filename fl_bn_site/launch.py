@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import tempfile
 import time
@@ -151,7 +152,7 @@ def launch(
             if values["name"] != given.get("name") and not rename:
                 raise NameTaken(
                     f"another run here is called {given.get('name')}: give another name, or resume that run: "
-                    f"fl-bn resume {server.path} {given.get('name')}"
+                    f"{shlex.join(('fl-bn', 'resume', str(server.path), str(given.get('name'))))}"
                 )
         _check_disks(server)
         values |= package.signed(complete_config(server, values))

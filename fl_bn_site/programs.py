@@ -28,7 +28,6 @@ PAUSE, SHORTER = 1.0, 0.2  # seconds that Flower's SuperExec sleeps between two 
 GRACE = 8.0  # seconds that the programs have to end
 ASKING = 3.0  # seconds that Flower sleeps between two questions to the server; it sleeps less only while its app works
 IDLE = 60.0  # seconds without a message after which the pause is Flower's again
-LISTENING = "0A"  # the state of a socket in /proc/net/tcp
 SHORTEST = 0.1  # seconds between two looks for the answer of the app, or for a tensor
 LOST = "Failed to receive message"  # how Flower's log begins to tell it
 OVER = "Run ID %s is not in `RUNNING` status. Ignoring message"
@@ -68,7 +67,8 @@ def listens(process: int | None, port: int) -> bool:
     with suppress(OSError):  # the process has ended, or closes a file
         tables = [table for name in ("tcp", "tcp6") if (table := Path(f"/proc/{process}/net/{name}")).exists()]  # IPv6 may be off
         rows = [row.split() for table in tables for row in table.read_text().splitlines()[1:]]
-        ports = {f"socket:[{row[9]}]" for row in rows if row[3] == LISTENING and int(row[1].rpartition(":")[2], 16) == port}
+        # 0A is the state of a socket that listens
+        ports = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
         return any(os.readlink(file) in ports for file in Path(f"/proc/{process}/fd").iterdir())
     return False
 

@@ -16,7 +16,6 @@ from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port
 from fl_bn_site.policy import SUBMITTERS, Policy, PolicyError
 from fl_bn_site.submitters import PRIVATE
 
-WILDCARDS = ("0.0.0.0", "::")  # these stand for all addresses of a machine
 NEW_KIT = "ask the person who made the kit for the right file"
 RENEW = "set the clock if it is wrong, else renew the certificate on the server (`fl-bn kit renew`)"
 
@@ -147,7 +146,7 @@ def _signed(server: ServerFolder) -> Iterator[Finding]:
     yield _true(signed, f"{server.certificate} is signed by {server.authority}", remedy)
     named = ", ".join(str(name.value) for name in names_in(certificate)) or "nobody"
     for line, host in (("superlink", server.superlink), ("exchange-host", server.exchange_host), ("control", host_port(server.control)[0])):
-        if host in WILDCARDS:
+        if host in ("0.0.0.0", "::"):  # these stand for all addresses of a machine
             continue
         try:
             fits = is_for(certificate, host)

@@ -25,6 +25,7 @@ from fl_bn_site.commands import SUPERLINK, commands, environment, node_config, s
 from fl_bn_site.control import lines_of
 from fl_bn_site.gate import Site, options
 from fl_bn_site.programs import LOST, OVER, SUPERNODE
+from fl_bn_site.submit import how_to_go_on, submit
 from tests.deployment import tls_servers
 from tests.deployment.inner import ConfigError, KitPlan, ServerFolder, SiteFolder, create, flower_config, parse_overrides, run_config, stage
 from tests.refusals import naming
@@ -99,6 +100,11 @@ def test_what_is_sent_of_this_project_has_no_tests_and_says_of_which_commit_it_i
 def test_run_config_follows_from_the_folder_and_the_user_wins(server: ServerFolder) -> None:
     config = run_config(server, "method='fedtan' rounds=2")
     assert (config["clients"], config["output"], config["method"], config["rounds"]) == (2, str(server.results), "fedtan", 2)
+    with naming("--sites"):
+        submit(server, "rounds=1", sites="A,B,A")
+    (server.results / "a run/checkpoints").mkdir(parents=True)
+    (server.results / "a run/checkpoints/round-1.safetensors").touch()
+    assert how_to_go_on(server, "a run", modules=Path("my nets")).endswith(" 'a run' --app 'my nets'"), "it can be pasted"
     for wrong in ("method='hbm'", "round=2", "rounds"):
         with pytest.raises(ConfigError):
             run_config(server, wrong)

@@ -16,6 +16,7 @@ from tests.deployment.inner import FolderError, KitError, KitPlan, ServerFolder,
 from tests.deployment.tls_servers import accepts, write_line
 from tests.listed import listed
 from tests.refusals import naming
+from tests.test_durable import room_for
 
 PRIVATE = ("authority/ca.key", "server/server.key", "sites/A/site.key", "sites/B/site.key", "submitters/submitter/submitter.key")
 
@@ -83,11 +84,14 @@ def test_keys_are_never_shown_nor_overwritten(tmp_path: Path, capfd: pytest.Capt
     kit = tmp_path / "kit"
     make = ["kit", "create", "--superlink", "127.0.0.1", "--sites", "A,B", "--output", str(kit)]
     runner = CliRunner()
+    failed = runner.invoke(app, [*make, "--submitters", str(tmp_path / "missing.pub")])
+    assert (failed.exit_code, list(kit.iterdir())) == (2, []), "it can be typed again"
+    with room_for(700), naming("too large", OSError):
+        create(PLAN, kit)
     shown = runner.invoke(app, make).output
     before = [(kit / name).read_bytes() for name in PRIVATE]
     again = runner.invoke(app, make)
-    assert again.exit_code == 2
-    assert [(kit / name).read_bytes() for name in PRIVATE] == before
+    assert (again.exit_code, [(kit / name).read_bytes() for name in PRIVATE]) == (2, before)
     shown += runner.invoke(app, ["kit", "verify", str(kit)]).output + again.output + "".join(capfd.readouterr())
     lines = [line for content in before for line in content.decode().splitlines() if not line.startswith("-----")]
     assert len(lines) > 8
@@ -95,7 +99,8 @@ def test_keys_are_never_shown_nor_overwritten(tmp_path: Path, capfd: pytest.Capt
 
 
 def test_plans_that_cannot_be() -> None:
-    for changed in ({"superlink": "fl.example.org:9092"}, {"also": ["a/b"]}, {"sites": []}, {"sites": ["A", "a"]}, {"sites": ["../A"]}):
+    sites: Any = [{"sites": names} for names in ([], ["A", "a"], ["../A"])]
+    for changed in ({"superlink": "fl.example.org:9092"}, {"also": ["a/b"]}, {"days": 0}, {"days": 10**8}, *sites):
         with pytest.raises(KitError):
             KitPlan(**{"superlink": "fl.example.org", "sites": ["A", "B"]} | changed)  # type: ignore[arg-type]
 

@@ -107,7 +107,7 @@ class SuperLink:
     """What Flower's does of keys: it takes none again that it has had. It may be interrupted (``breaks``) when it has taken one."""
 
     def __init__(self) -> None:
-        self.taken, self.here, self.breaks = list[bytes](), set[int](), False
+        self.taken, self.here, self.breaks = list[bytes](), set[int](), True
         self.nodes = lambda: dict.fromkeys(self.here)
         self.ask = lambda *words: self.here.remove(int(words[-1]))
 
@@ -126,7 +126,6 @@ def test_a_key_that_the_superlink_refuses_locks_out_its_site_alone_and_an_interr
 ) -> None:
     flower = SuperLink()
     monkeypatch.setattr(control, "control_of", lambda *given: nullcontext(flower))
-    flower.breaks = True
     with pytest.raises(KeyboardInterrupt):
         list(register_sites(server))
     flower.breaks = False
