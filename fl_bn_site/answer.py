@@ -20,7 +20,7 @@ from flwr.app import Context, Error, Message
 from fl_bn_site import audit, leaving, wire
 from fl_bn_site.apps import PACKET, Job
 from fl_bn_site.packages import PackageError, Packages
-from fl_bn_site.policy import INSTALLED, NotAllowed, Policy, PolicyError, summary_of
+from fl_bn_site.policy import INSTALLED, NotAllowed, Policy, PolicyError, samples_of
 from fl_bn_site.signing import Accepted, NotSigned
 
 OURS = "fl-bn/fl-bn"  # the id of fl-bn's own app
@@ -104,9 +104,13 @@ class Answer:
             policy = self._checked(context, about)
             given = copy.copy(context)
             given.node_config = policy.limits(placed(context, app))
-            reply, state = self._ask(policy, about["code"], message, given, lambda *vector: log(leaving.exchanged(kind, *vector)))
-            policy.check_reply(*summary_of(reply))
-            log(leaving.answered(kind, reply))
+
+            def leaves(entry: Mapping[str, Any], samples: int = 0) -> None:
+                policy.check_leaving(entry["sections"], samples)
+                log(entry)
+
+            reply, state = self._ask(policy, about["code"], message, given, lambda *vector: leaves(leaving.exchanged(*vector)))
+            leaves(leaving.answered(kind, reply), samples_of(reply))
         except AppError as error:
             refusal = "refused" if error.refused else refusal
             reply = _error(message, str(error), error.code)
@@ -154,13 +158,14 @@ class Answer:
             code: The SHA-256 of the package.
             message: The message.
             context: Its context.
-            log: Writes a line of the audit log about a vector of a layer-wise exchange, before the vector leaves.
+            log: Checks a vector of a layer-wise exchange by the policy, and writes a line of the audit log about it, before it leaves.
 
         Returns:
             The answer, and the state of the client.
 
         Raises:
             AppError: The app raised an error, or its process ended.
+            NotAllowed: The policy does not allow a vector to leave.
             WireError: The process sent something that is no answer.
             PackageError, OSError: The package cannot be unpacked.
             AuditError: The audit log cannot be written.

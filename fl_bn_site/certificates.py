@@ -46,6 +46,11 @@ class Identity:
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
 
+    def in_pem(self) -> tuple[bytes, bytes]:
+        """Return the certificate and its private key, each in PEM."""
+        private = self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        return self.certificate.public_bytes(Encoding.PEM), private
+
     def write(self, certificate: Path, key: Path) -> None:
         """Write the certificate and the key as PEM files.
 
@@ -56,8 +61,9 @@ class Identity:
         Raises:
             FileExistsError: The file of the key exists.
         """
-        write(certificate, self.certificate.public_bytes(Encoding.PEM), 0o666)
-        write_private(key, self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        content, private = self.in_pem()
+        write(certificate, content, 0o666)
+        write_private(key, private)
 
 
 def make_authority(name: str, days: int) -> Identity:
@@ -105,21 +111,29 @@ def make_server(authority: Identity, hosts: Iterable[str], days: int) -> Identit
     return Identity(certificate, key)
 
 
-def write_site_key(private: Path, public: Path, site: str) -> None:
-    """Make and write the key pair of a site: ECDSA on P-384, in OpenSSH's format, as Flower's SuperNode reads it.
+def make_site_key(site: str) -> tuple[bytes, bytes]:
+    """Make the key pair of a site: ECDSA on P-384, in OpenSSH's format, as Flower's SuperNode reads it.
 
     Args:
-        private: The file of the private key, which must not exist.
-        public: The file of the public key.
         site: The site's name, which becomes the comment of the public key.
+
+    Returns:
+        The contents of the private and of the public key file.
+    """
+    key = ec.generate_private_key(ec.SECP384R1())
+    line = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    return key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), line + b" " + site.encode() + b"\n"
+
+
+def write_site_key(private: Path, public: Path, site: str) -> None:
+    """Make and write the key pair of a site, as ``make_site_key`` does. ``private``, ``public``: the files.
 
     Raises:
         FileExistsError: The file of the private key exists.
     """
-    key = ec.generate_private_key(ec.SECP384R1())
-    write_private(private, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-    line = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-    write(public, line + b" " + site.encode() + b"\n", 0o666)
+    secret, line = make_site_key(site)
+    write_private(private, secret)
+    write(public, line, 0o666)
 
 
 def write_private(path: Path, content: bytes) -> None:

@@ -15,7 +15,7 @@ import typer
 
 from fl_bn.cli.refusal import refused
 from fl_bn_site.audit_command import audit
-from fl_bn_site.days import SERVER_DAYS
+from fl_bn_site.days import MOST_DAYS, SERVER_DAYS
 
 if TYPE_CHECKING:
     from fl_bn_site.folders import ServerFolder
@@ -81,11 +81,10 @@ def add_site(
     """Let another site take part. The server and its runs go on meanwhile, and no other site changes."""
     from fl_bn_site.membership import add_site as add
 
-    with _refusals():
-        folder = _server(server)
-        place = output or _beside(folder, name)
+    with _refusals(), _alone(server) as folder:
+        place = output or folder.path.parent / "sites" / name
         changed = add(folder, name, public_key, place)
-        typer.echo(f"{name} is in {changed.path / changed.file}; {_clients_from_now_on(changed)}")
+        typer.echo(f"{name} is in {changed.path / changed.file}; runs from now on have {len(changed.sites)} clients")
         if public_key is None:
             typer.echo(f"{place}: send this folder to {name} over a secret channel; its GUIDE.md says how to go on")
         _tell_superlink(changed)
@@ -96,9 +95,9 @@ def remove_site(server: ServerArgument, name: SiteArgument) -> None:
     """Shut a site out at once. It gets no further message, not even of a run that has begun."""
     from fl_bn_site.membership import remove_site as remove
 
-    with _refusals():
-        changed = remove(_server(server), name)
-        typer.echo(f"{name} is no longer in {changed.path / changed.file}; {_clients_from_now_on(changed)}")
+    with _refusals(), _alone(server) as folder:
+        changed = remove(folder, name)
+        typer.echo(f"{name} is no longer in {changed.path / changed.file}; runs from now on have {len(changed.sites)} clients")
         _tell_superlink(changed)
 
 
@@ -111,7 +110,7 @@ def renew(
     authority: Annotated[
         Path | None, typer.Option(help="the folder `authority` of the kit, which signs the server's certificate; default: beside FOLDER")
     ] = None,
-    days: Annotated[int, typer.Option(min=1, help="days for which the server's certificate is valid")] = SERVER_DAYS,
+    days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="days for which the server's certificate is valid")] = SERVER_DAYS,
     stolen: Annotated[
         bool, typer.Option("--stolen", help="the server's key was stolen: make a new authority, too, and a new ca.crt for every site")
     ] = False,
@@ -120,13 +119,12 @@ def renew(
     from fl_bn_site.certificates import fingerprint
     from fl_bn_site.membership import days_left, renew_server, renew_site, replace_authority
 
-    with _refusals():
+    with _refusals(), _alone(server) as folder:
         if stolen and site:
             raise ValueError("--stolen and --site do different things: give only one of them")
-        folder = _server(server)
-        signs = authority or folder.kit_authority
+        signs = authority or folder.path.parent / "authority"
         if site:
-            place = output or _beside(folder, site)
+            place = output or folder.path.parent / "sites" / site
             renew_site(folder, site, public_key, place)
             if public_key is None:
                 typer.echo(f"{place / 'site.key'}: send this key to {site} over a secret channel; {site} has to start again with it")
@@ -166,7 +164,6 @@ def verify(
 
 def start(
     folder: Annotated[Path, typer.Argument(help="kit/server or kit/sites/NAME")],
-    show: Annotated[bool, typer.Option("--print", help="only show what would run")] = False,
     only: Annotated[
         str, typer.Option(metavar="supernode|clientapp", help="run only this program of a site, where each program has a user of its own")
     ] = "",
@@ -180,9 +177,6 @@ def start(
     with _refusals():
         kit_folder = read_folder(folder)
         run = commands(kit_folder, only)
-        if show:
-            typer.echo("\n".join(map(str, run)))
-            return
         if warning := check_expiry(kit_folder):
             print(warning, file=sys.stderr, flush=True)
         supervise(run, prepare(kit_folder, only))
@@ -195,8 +189,8 @@ def register(folder: ServerArgument, control: ControlOption = "") -> None:
     """
     from fl_bn_site.control import register_sites
 
-    with _refusals():
-        for site, outcome in register_sites(_server(folder), control):
+    with _refusals(), _alone(folder) as server:
+        for site, outcome in register_sites(server, control):
             typer.echo(f"{site}: {outcome}")
 
 
@@ -300,18 +294,20 @@ def _server(folder: Path) -> ServerFolder:
     return ServerFolder.read(folder)
 
 
-def _beside(server: ServerFolder, name: str) -> Path:
-    return server.path.parent / "sites" / name
+@contextmanager
+def _alone(folder: Path) -> Iterator[ServerFolder]:
+    """Read the server's folder, which no other command changes meanwhile."""
+    from fl_bn_site.folders import one_at_a_time
 
-
-def _clients_from_now_on(server: ServerFolder) -> str:
-    return f"runs that are submitted from now on have {len(server.sites)} clients"
+    with one_at_a_time(_server(folder).path):
+        yield _server(folder)
 
 
 def _tell_superlink(server: ServerFolder) -> None:
     """Register the sites of ``server`` at its SuperLink, and print a line for each site.
 
-    If the SuperLink does not answer, print that ``fl-bn start`` or ``fl-bn register`` will register them.
+    If the SuperLink does not answer, print that ``fl-bn start`` or ``fl-bn register`` will register them. If it refuses a
+    key, the command fails.
     """
     from fl_bn_site.control import ControlError, register_sites
 
@@ -324,14 +320,14 @@ def _tell_superlink(server: ServerFolder) -> None:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    from fl_bn_site.control import ControlError
+    from fl_bn_site.control import ControlError, KeyRefused
     from fl_bn_site.supervisor import AlreadyRunning
 
     try:
         yield
     except ValueError as error:  # ConfigError, FolderError, KitError and NameTaken are ValueErrors
         raise refused(error) from error
-    except (ControlError, AlreadyRunning, OSError) as error:
+    except (ControlError, KeyRefused, AlreadyRunning, OSError) as error:
         raise refused(error, 1) from error
 
 

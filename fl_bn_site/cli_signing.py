@@ -41,9 +41,7 @@ def trust(
 
     try:
         folder, whom = SiteFolder.read(site), read(name, public_key)
-        asked = let_in(folder, whom)
+        let_in(folder, whom)
     except (OSError, ValueError) as error:
         raise refused(error) from error
     typer.echo(f"{folder.path}: runs of {whom} may take place here. Ask {name} whether this fingerprint is right")
-    if not asked:
-        typer.echo('allow-code is not "signed" there, so no signature is asked for')

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import shlex
 import sys
 import sysconfig
 from collections.abc import Mapping
@@ -40,12 +39,6 @@ class Command:
     cwd: Path
     once: bool = False
 
-    def __str__(self) -> str:
-        """Return the command as one line that can be pasted into a shell."""
-        return " ".join(
-            [f"cd {shlex.quote(str(self.cwd))} &&", *(f"{k}={shlex.quote(v)}" for k, v in self.env.items()), shlex.join(self.argv)]
-        )
-
 
 def commands(folder: ServerFolder | SiteFolder, only: str = "") -> list[Command]:
     """Return the commands of all programs that run on one machine. ``prepare`` makes the folders that they need.
@@ -57,12 +50,13 @@ def commands(folder: ServerFolder | SiteFolder, only: str = "") -> list[Command]
     Raises:
         ValueError: ``only`` names no program of this folder, or deployments do not know the installed version of Flower.
     """
-    all_commands = server_commands(folder) if isinstance(folder, ServerFolder) else [supernode(folder), clientapp(folder)]
     if only and isinstance(folder, ServerFolder):
         raise ValueError(f"--only is for a site's folder, but {folder.path} is the server's: leave out --only")
+    if isinstance(folder, ServerFolder):
+        return [superlink(folder), serverapp(folder), register(folder)]
     if only and only not in PROGRAMS:
         raise ValueError(f"--only must be {' or '.join(PROGRAMS)}, for a site's folder, but got {only!r} for {folder.path / folder.file}")
-    return [command for command in all_commands if only in ("", command.name)]
+    return [command for command in (supernode(folder), clientapp(folder)) if only in ("", command.name)]
 
 
 def of_1_25() -> bool:
@@ -93,11 +87,6 @@ def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> Path:
     for path in private:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     return private[0] if only else folder.path
-
-
-def server_commands(server: ServerFolder) -> list[Command]:
-    """Return the commands that start the programs of the server's machine."""
-    return [superlink(server), serverapp(server), register(server)]
 
 
 def superlink(server: ServerFolder) -> Command:
@@ -218,8 +207,7 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
     Flower's programs start each other by name. Addresses of this machine are excepted from proxies. The
     variables in ``extra`` are added last.
     """
-    scripts = sysconfig.get_path("scripts")
-    path = f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    path = os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)))
     return {**os.environ, "PATH": path, **with_exceptions(os.environ), **extra}
 
 

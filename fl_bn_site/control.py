@@ -10,7 +10,9 @@ import hashlib
 import io
 import json
 import queue
+import shlex
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -59,6 +61,10 @@ class ControlError(RuntimeError):
 
     If Flower gave a message, the error includes that message.
     """
+
+
+class KeyRefused(RuntimeError):
+    """Signal that the SuperLink refuses the keys of some sites. The message names them, and says what to do."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +160,6 @@ class Control:
         """Let the site with this public key connect, and return its node id."""
         return int(self.ask("supernode", "register", str(public_key))["node-id"])
 
-    def unregister(self, node: int) -> None:
-        """Shut out the site with this node id. It gets no message from now on."""
-        self.ask("supernode", "unregister", str(node))
-
     def nodes(self) -> dict[int, Node]:
         """Return the nodes that may connect, by their ids."""
         found = {}
@@ -185,21 +187,15 @@ class Control:
             answer = self.ask("run", str(app), "--run-config", flower_config(run_config))
         run = str(answer["run-id"])
         if not code.startswith(answer["fab-hash"]):
-            self.stop(run)
+            self.ask("stop", run)
             raise ControlError(f"Flower here packs the run as {answer['fab-hash']}, and {code[:8]} was signed: sign it with this version")
         self.server.state.mkdir(parents=True, exist_ok=True, mode=0o700)
         append(self.server.submitted_file, json.dumps({"run": int(run), "code": code, "config": dict(run_config)}).encode() + b"\n")
         return run
 
-    def stop(self, run: str) -> None:
-        """End the run with this id."""
-        self.ask("stop", run)
-
     def runs(self) -> list[Submitted]:
         """Return all runs of the SuperLink, the newest first."""
-        file = self.server.submitted_file
-        notes = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-        known = {note["run"]: note for note in notes}
+        known = {note["run"]: note for note in lines_of(self.server.submitted_file, "run")}
         found = []
         for told in self.ask("list")["runs"]:
             note = known.get(int(told["run-id"]), {"config": {}, "code": ""})
@@ -286,6 +282,23 @@ def control_of(server: ServerFolder, address: str = "") -> Iterator[Control]:
         yield control
 
 
+def lines_of(file: Path, needed: str) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file that has one in each line; an empty list where there is no file.
+
+    A line that cannot be read, or lacks the key ``needed``, is left out and told on stderr: the others count all the same. An
+    incomplete last line, which an active run may be writing, is left out without a word.
+    """
+    found = []
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1] if file.exists() else (), 1):
+        try:
+            row = json.loads(line)
+            row[needed]
+            found.append(row)
+        except (ValueError, TypeError, KeyError):
+            print(f"{file}: line {number} cannot be read, and is left out: remove it, or put the file back from a copy", file=sys.stderr)
+    return found
+
+
 def key_of(site: Path) -> bytes:
     """Read the public key of a site, in DER.
 
@@ -302,23 +315,26 @@ def key_of(site: Path) -> bytes:
         raise ControlError(f"{site}: {reason}. server.toml names the site {site.stem}, so this file must hold its public key") from error
 
 
-def nodes_of(server: ServerFolder, sites: Sequence[str]) -> list[int]:
-    """Return the node id of each site that was registered, in the order of ``sites``.
+def nodes_of(server: ServerFolder, sites: Sequence[str], all_needed: bool = True) -> list[int]:
+    """Return the node id of each site, in the order of ``sites``; 0: its present key was not registered.
 
     Raises:
-        ControlError: The present key of a site was not registered, or cannot be read.
+        ControlError: The key of a site cannot be read or, where ``all_needed``, was not registered.
     """
     known = registered(server)
-    keys = [key_of(server.public_key(site)).hex() for site in sites]
-    if missing := [site for site, key in zip(sites, keys, strict=True) if key not in known]:
-        raise ControlError(f"the SuperLink does not know the key of {missing[0]}: `fl-bn start` of the server registers it")
-    return [known[key] for key in keys]
+    nodes = {site: known.get(key_of(server.public_key(site)).hex(), 0) for site in sites}
+    if all_needed and (missing := [site for site, node in nodes.items() if not node]):
+        raise ControlError(
+            f"the SuperLink does not know the key of {missing[0]}: `fl-bn register {server.path}` registers it, or says why not"
+        )
+    return list(nodes.values())
 
 
 def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) -> Iterator[tuple[str, str]]:
     """Let the sites of ``server.toml`` connect to the SuperLink, and no others.
 
-    Nodes that belong to no site now are shut out. They are sites that were removed, or had another key.
+    Nodes that belong to no site now are shut out. They are sites that were removed, or had another key. A key that the
+    SuperLink refuses stops no other site. Call this under ``one_at_a_time``.
 
     Args:
         server: The server's folder.
@@ -329,9 +345,10 @@ def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) 
         The name of a site, or ``a key of no site``; and a text that says what was done, such as ``registered``.
 
     Raises:
-        ControlError: The SuperLink does not answer or refuses a key, or a site has no public key.
+        KeyRefused: The SuperLink refuses the keys of some sites. The others are registered.
+        ControlError: The SuperLink does not answer, or a site has no public key.
     """
-    keys = {site: key_of(server.public_key(site)) for site in server.sites}  # a missing key is an error before waiting
+    keys = {site: key_of(server.public_key(site)).hex() for site in server.sites}  # a missing key is an error before waiting
     deadline = time.monotonic() + wait
     with control_of(server, address) as control:
         while True:
@@ -342,38 +359,52 @@ def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) 
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(1)
-        known = {key: node for key, node in registered(server).items() if node in nodes}
-        owners = {node: key for key, node in known.items()}
-        for node in nodes:
-            if (key := owners.get(node, "")) not in (own.hex() for own in keys.values()):
-                control.unregister(node)
-                known.pop(key, None)
-                yield former_owner(server, bytes.fromhex(key)) or "a key of no site", "shut out: no site of server.toml has this key"
-        for site, own in keys.items():
-            new = own.hex() not in known
+        known = {key: node for key, node in registered(server).items() if not node or node in nodes}
+        strangers, refused = nodes.keys() - known.values(), dict[str, ControlError]()
+        for site, key in keys.items():
+            new, begun = not known.get(key), key in known
             if new:
-                known[own.hex()] = control.register(server.public_key(site))
+                _note(server, known | {key: 0}, keys)  # so that a node that appears is this key's, wherever this command is interrupted
+                try:
+                    known[key] = control.register(server.public_key(site))
+                except ControlError as error:
+                    appeared = control.nodes().keys() - known.values() - (set() if begun else strangers)
+                    known.pop(key, None)
+                    if len(appeared) != 1:
+                        refused[site] = error
+                        yield site, f"refused: {error}"
+                        continue
+                    known[key] = appeared.pop()
                 _note(server, known, keys)
             yield site, "registered" if new else "was registered already"
+        owners = {node: key for key, node in known.items()}
+        for node in nodes:
+            if (key := owners.get(node, "")) not in keys.values():
+                control.ask("supernode", "unregister", str(node))  # it gets no message from now on
+                known.pop(key, None)
+                yield former_owner(server, bytes.fromhex(key)) or "a key of no site", "shut out: no site of server.toml has this key"
         _note(server, known, keys)
+    if refused:
+        raise KeyRefused(
+            f"the SuperLink refuses the keys of {', '.join(refused)}; all other sites are registered. It never accepts a key again that it "
+            "has shut out: make a new key pair at the site, and enter its site.pub here: "
+            f"`fl-bn kit renew {shlex.quote(str(server.path))} --site {next(iter(refused))} --public-key FILE`"
+        )
 
 
 def registered(server: ServerFolder) -> dict[str, int]:
-    """Return the node as which each public key was registered: key (DER in hexadecimal digits) -> node id."""
+    """Return the node as which each public key was registered: key (DER in hexadecimal digits) -> node id; 0: that was interrupted."""
     file = server.keys_file
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
 
 
-def _note(server: ServerFolder, known: Mapping[str, int], keys: Mapping[str, bytes]) -> None:
+def _note(server: ServerFolder, known: Mapping[str, int], keys: Mapping[str, str]) -> None:
     """Write ``keys_file``, and ``nodes_file``, which active runs read, since a new key means a new node."""
     server.state.mkdir(parents=True, exist_ok=True, mode=0o700)
     write(server.keys_file, json.dumps(known).encode())
-    nodes = {site: known[key.hex()] for site, key in keys.items() if key.hex() in known}
+    nodes = {site: known[key] for site, key in keys.items() if known.get(key)}
     write(server.nodes_file, json.dumps(nodes).encode())
 
 
 def _time(text: str) -> datetime | None:
-    try:
-        return datetime.fromisoformat(text)
-    except ValueError:  # N/A
-        return None
+    return datetime.fromisoformat(text) if text[:1].isdigit() else None  # N/A

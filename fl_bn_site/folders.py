@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, get_type_hints
@@ -46,26 +47,24 @@ def host_port(address: str) -> tuple[str, int]:
 
 
 def site_name(name: str) -> str:
-    """Check the name of a site, and return it.
+    """Check the name of a site or a submitter, and return it.
 
     Raises:
         ValueError: The name does not begin with a letter or digit, or has a character that is not allowed in the name of a folder.
     """
-    try:
-        _site(name)
-    except ValueError as error:
-        raise ValueError(f"a site's name {error}") from None
+    if not SITE.fullmatch(name):
+        raise ValueError(f"must begin with a letter or digit, and have only letters, digits, '.', '_' and '-', but got the name {name!r}")
     return name
 
 
-def _site(name: str) -> None:
-    if not SITE.fullmatch(name):
-        raise ValueError(f"must begin with a letter or digit, and have only letters, digits, '.', '_' and '-', but got {name!r}")
+def site_names(names: Sequence[str]) -> None:
+    """Check the names of all sites.
 
-
-def _sites(names: tuple[str, ...]) -> None:
+    Raises:
+        ValueError: There is none, or two differ in no letter but in upper and lower case, or one is not allowed.
+    """
     for name in names:
-        _site(name)
+        site_name(name)
     if not names or len({name.casefold() for name in names}) < len(names):
         raise ValueError(f"must be at least one name, and the names must differ even in lower case, but got {', '.join(names) or 'none'}")
 
@@ -183,7 +182,7 @@ class ServerFolder(Folder):
     exchange_port: int = _line("the first port of the layer-wise exchange", 9095, _port)
     exchange_ports: int = _line("how many ports, from exchange-port on: each run that is going on has its own", EXCHANGE_PORTS, _some)
     exchange_timeout: float = _line("seconds that an exchange waits for late sites, after half of them wait", 30.0, _seconds)
-    sites: tuple[str, ...] = _line("who takes part in runs; each has a key in sites/", check=_sites)
+    sites: tuple[str, ...] = _line("who takes part in runs; each has a key in sites/", check=site_names)
     state: Path = _line("the SuperLink's database and files; relative paths start at this folder", "state", _given)
     results: Path = _line("each run makes a folder here", "results", _given)
     allow_modules: str = _line("installed modules whose functions a run config may name, separated by commas", "")
@@ -206,11 +205,6 @@ class ServerFolder(Folder):
     def authority(self) -> Path:
         """Return the certificate file of the kit's authority."""
         return self.path / "ca.crt"
-
-    @property
-    def kit_authority(self) -> Path:
-        """Return the folder of the kit's authority, beside this folder. Only the machine where the kit was made has it."""
-        return self.path.parent / "authority"
 
     @property
     def certificate(self) -> Path:
@@ -250,7 +244,7 @@ class SiteFolder(Folder):
     (``package.module:function``), ``data_path`` is the text of the line, unchanged. The function receives this text.
     """
 
-    site: str = _line("this site's name", check=_site)
+    site: str = _line("this site's name", check=site_name)
     superlink: str = _line("where the server is", check=host_port)
     root_certificates: Path = _line(
         "the authority that signed the server's certificate; relative paths start at this folder", "ca.crt", _given
@@ -288,11 +282,6 @@ class SiteFolder(Folder):
         return self.audit or self.node_dir / "audit"
 
     @property
-    def public_key(self) -> Path:
-        """Return the public key file of this site."""
-        return self.path / "site.pub"
-
-    @property
     def node_dir(self) -> Path:
         """Return the folder of the gate and the SuperNode: their state, the audit log, and which run came with which signature."""
         return self.path / "node"
@@ -306,6 +295,23 @@ class SiteFolder(Folder):
     def apps_socket(self) -> Path:
         """Return the socket on which the program that runs the apps hears the gate."""
         return self.path / "run" / "apps.sock"
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Let one command at a time choose names of runs, change who takes part, or register sites: others wait for it.
+
+    The lock is on the folder itself, so that it needs no file that another user could not open.
+    """
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems have no such locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def read_folder(path: Path | str) -> ServerFolder | SiteFolder:

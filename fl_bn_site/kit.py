@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from fl_bn.support.durable import write
 from fl_bn_site.certificates import alternative_name, make_authority, make_server, write_site_key
-from fl_bn_site.days import SERVER_DAYS
-from fl_bn_site.folders import EXCHANGE_PORTS, ServerFolder, SiteFolder, render, site_name
+from fl_bn_site.days import MOST_DAYS, SERVER_DAYS
+from fl_bn_site.folders import EXCHANGE_PORTS, ServerFolder, SiteFolder, render, site_name, site_names
 from fl_bn_site.guides import kit_file, kit_readme, server_guide, site_guide
 from fl_bn_site.policy import SUBMITTERS
 from fl_bn_site.signing import Submitter
@@ -54,34 +55,21 @@ class KitPlan:
 
     def __post_init__(self) -> None:
         try:
-            for host in (self.superlink, self.exchange, *self.also):
+            for host in (self.superlink, self.exchange_host or self.superlink, *self.also):
                 alternative_name(host)
-            for name in (*self.sites, *map(submitter_name, self.submitters)):
+            for name in map(submitter_name, self.submitters):
                 site_name(name)
+            site_names(self.sites)
         except ValueError as error:
-            raise KitError(str(error)) from error
-        if not self.sites or len({site.casefold() for site in self.sites}) < len(self.sites):
-            names = ", ".join(self.sites) or "none"
-            raise KitError(f"a kit needs at least one site, and the sites' names must differ even in lower case, but got {names}")
+            raise KitError(f"hosts and names: {error}") from error
         if not self.submitters or len(set(map(submitter_name, self.submitters))) < len(self.submitters):
             names = ", ".join(self.submitters) or "none"
             raise KitError(f"a kit needs at least one submitter, and their names must differ, but got {names}")
         ports = (self.fleet_port, self.exchange_port, self.exchange_port + EXCHANGE_PORTS - 1)
-        if self.days < 1:
-            raise KitError(f"days must be at least 1, but got {self.days}")
+        if not 1 <= self.days <= MOST_DAYS:
+            raise KitError(f"days must be 1..{MOST_DAYS}, but got {self.days}")
         if not all(0 < port < 65536 for port in ports):
-            exchange = f"{ports[1]} to {ports[2]} for the layer-wise exchange"
-            raise KitError(f"ports must be 1..65535, but got {self.fleet_port} for SuperNodes, and {exchange}")
-
-    @property
-    def exchange(self) -> str:
-        """Return the host name or IP address of the layer-wise exchange (FedTAN, exact statistics), without a port."""
-        return self.exchange_host or self.superlink
-
-    @property
-    def fleet(self) -> str:
-        """Return the address to which SuperNodes connect, HOST:PORT."""
-        return joined(self.superlink, self.fleet_port)
+            raise KitError("ports must be 1..65535, but got {} for SuperNodes, and {} to {} for the layer-wise exchange".format(*ports))
 
 
 def submitter_name(item: str) -> str:
@@ -95,7 +83,7 @@ def joined(host: str, port: int) -> str:
 
 
 def create(plan: KitPlan, output: Path) -> None:
-    """Make all keys and certificates of a kit, and write its folders.
+    """Make all keys and certificates of a kit, and write its folders: all of them, or none.
 
     Args:
         plan: The kit.
@@ -107,23 +95,31 @@ def create(plan: KitPlan, output: Path) -> None:
     """
     if output.is_file() or any(path.is_file() for path in output.rglob("*")):
         raise KitError(f"{output} holds files already, and keys are never overwritten: give another --output, or move it away first")
+    output.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".unfinished-", dir=output) as folder:
+        _fill(plan, Path(folder))
+        for part in sorted(Path(folder).iterdir()):
+            part.rename(output / part.name)
+
+
+def _fill(plan: KitPlan, output: Path) -> None:
+    """Make a kit in the empty folder ``output``."""
     authority_folder, server = output / "authority", output / "server"
     for folder in (authority_folder, server, server / "sites", *(output / "sites" / site for site in plan.sites)):
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
+    exchange = plan.exchange_host or plan.superlink
     authority = make_authority("fl-bn federation", plan.days)
     authority.write(authority_folder / "ca.crt", authority_folder / "ca.key")
     ca = (authority_folder / "ca.crt").read_bytes()
 
-    make_server(authority, (plan.superlink, plan.exchange, *LOCAL, *plan.also), plan.days).write(
-        server / "server.crt", server / "server.key"
-    )
+    make_server(authority, (plan.superlink, exchange, *LOCAL, *plan.also), plan.days).write(server / "server.crt", server / "server.key")
     write(server / "ca.crt", ca, 0o666)
     text = render(
         ServerFolder,
         superlink=plan.superlink,
         fleet=f"0.0.0.0:{plan.fleet_port}",
-        exchange_host=plan.exchange,
+        exchange_host=exchange,
         exchange_port=plan.exchange_port,
         sites=list(plan.sites),
     )
@@ -137,9 +133,10 @@ def create(plan: KitPlan, output: Path) -> None:
         for item in plan.submitters
     ]
     hand_out(submitters, server)
+    fleet = joined(plan.superlink, plan.fleet_port)
     for name in plan.sites:
         folder = output / "sites" / name
-        write_site(folder, name, plan.fleet, joined(plan.exchange, plan.exchange_port), ca, submitters)
+        write_site(folder, name, fleet, joined(exchange, plan.exchange_port), ca, submitters)
         write(server / "sites" / f"{name}.pub", (folder / "site.pub").read_bytes(), 0o666)
     write(output / "README.md", kit_readme(plan.sites, [name for name in plan.submitters if not name.endswith(PUB)]).encode(), 0o666)
 

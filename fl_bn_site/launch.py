@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 from fl_bn.support.flower_config import Scalar
 from fl_bn_site.control import Control, ControlError, Node, nodes_of
-from fl_bn_site.folders import FolderError, ServerFolder
+from fl_bn_site.folders import FolderError, ServerFolder, one_at_a_time
 from fl_bn_site.submitters import Package
 
 PATIENCE = 3.0  # seconds from a run's submission that a site has to come online
@@ -70,10 +70,11 @@ def with_sites(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, S
         run = config.get("resume") or config.get("name")
         raise FolderError(
             f"clients of the run {run} are not sites in {server.path / server.file} any more: {', '.join(missing)}. "
-            "Add them again (`fl-bn kit add-site`), or submit a new run"
+            "Add them again with new keys (`fl-bn kit add-site`), or submit a new run"
         )
     if names and not config.get("client-nodes"):
-        config["client-nodes"] = ",".join(map(str, nodes_of(server, names)))
+        nodes = nodes_of(server, names, all_needed=bool(config.get("resume") or not config.get("min-sites")))
+        config["client-nodes"] = ",".join(map(str, nodes))
         config["client-names"] = ",".join(names)
     return config
 
@@ -104,10 +105,10 @@ def present(
     here = {name: node for name, node in nodes.items() if name not in away}
     enough = 0 < int(config.get("min-sites") or 0) <= len(here)
     for name in away:
-        say(f"site {name} is offline: {'it is left out' if enough else 'the run needs it'}")
+        say(f"site {name} is {'offline' if int(nodes[name]) else 'not registered'}: {'it is left out' if enough else 'the run needs it'}")
     if enough:
         return {**config, "clients": len(here), "client-names": ",".join(here), "client-nodes": ",".join(here.values())}
-    if away and not waits:
+    if away and (not waits or "0" in nodes.values()):
         choices = f"set min-sites, or --sites {','.join(here)}, to go on without them; set wait-timeout to wait for them"
         raise ControlError(f"offline: {', '.join(away)}. Start them, or {choices}")
     return dict(config)
@@ -139,7 +140,7 @@ def launch(
         ControlError: The SuperLink does not answer or refuses the run, or the machine lacks what the run needs.
         FolderError: A site of the run is not in server.toml any more.
     """
-    with _one_at_a_time(server), ThreadPoolExecutor() as pool:
+    with one_at_a_time(server.path), ThreadPoolExecutor() as pool:
         end, nodes = time.monotonic() + PATIENCE, pool.submit(control.nodes)  # beside the runs: on 1.42 each answer takes seconds
         runs = control.runs()
         values, resumes = dict(given), str(given.get("resume") or "")
@@ -151,7 +152,7 @@ def launch(
             if values["name"] != given.get("name") and not rename:
                 raise NameTaken(
                     f"another run here is called {given.get('name')}: give another name, or resume that run: "
-                    f"fl-bn resume {server.path} {given.get('name')}"
+                    f"{shlex.join(('fl-bn', 'resume', str(server.path), str(given.get('name'))))}"
                 )
         _check_disks(server)
         values |= package.signed(complete_config(server, values))
@@ -160,17 +161,6 @@ def launch(
             config = present(config, control, nodes, end, package.own or bool(given.keys() & WAITS), say)
         run = control.start_run(package.content, package.known(config))
     return resumes or str(values["name"]), run, str(config.get("client-names") or "")
-
-
-@contextmanager
-def _one_at_a_time(server: ServerFolder) -> Iterator[None]:
-    """Let two submitters choose names one after the other."""
-    import fcntl
-
-    server.state.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with (server.state / ".submit").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _free_name(server: ServerFolder, name: str, taken: set[str]) -> str:

@@ -104,20 +104,18 @@ def answered(kind: str, reply: Any, refusal: str = "") -> dict[str, Any]:
     }
 
 
-def exchanged(asked: str, section: str, nbytes: int, samples: int) -> dict[str, Any]:
+def exchanged(section: str, nbytes: int, samples: int) -> dict[str, Any]:
     """Return the fields of a log line about one vector that the app sends in a layer-wise exchange (as in FedTAN).
 
     Such a vector is sent while the app works on a message. It is not part of the app's answer.
 
     Args:
-        asked: Flower's type of the message that began the exchange.
         section: The section of the vector.
         nbytes: The size of the vector in bytes.
-        samples: The batch size that the client announced when it joined the exchange. It is logged only where ``asked``
-            is ``train``. For other messages the announced number is not a number of samples.
+        samples: The number of samples that the client announced when it joined the exchange: those from which each of its
+            vectors is computed; 0: unknown.
     """
-    of = {"tensors": 1, "bytes": nbytes} | ({"samples": samples} if samples and asked == "train" else {})
-    totals = totals_of({str(text(section))[:LONGEST]: of})
+    totals = totals_of({str(text(section))[:LONGEST]: {"tensors": 1, "bytes": nbytes, "samples": samples}})
     return {"message": "exchange", **totals, "message-bytes": nbytes, "decision": "sent", "reason": ""}
 
 
@@ -127,7 +125,7 @@ def totals_of(sections: Sections) -> dict[str, Any]:
         "sections": sections,
         "tensors": sum(of["tensors"] for of in sections.values()),
         "bytes": sum(of["bytes"] for of in sections.values()),
-        "smallest-samples": smallest(sections),
+        "smallest-samples": min((of["samples"] for of in sections.values() if of.get("samples")), default=None),
     }
 
 
@@ -143,16 +141,6 @@ def message_bytes(message: Any) -> int:
         objects[hash(data)] = len(data)
         waiting += (one.children or {}).values()
     return sum(objects.values())
-
-
-def smallest(sections: Sections) -> int | None:
-    """Return the smallest ``samples`` of all ``sections``; None: no section has a number of samples."""
-    return min((of["samples"] for of in sections.values() if of.get("samples")), default=None)
-
-
-def data_of(array: Any) -> int:
-    """Return how many bytes the values of a Flower array take, as ``values_in`` counts them."""
-    return values_in(array.data)
 
 
 def values_in(data: bytes) -> int:
@@ -188,7 +176,7 @@ def _arrays(found: Sections, arrays: Mapping[str, Any], metrics: Mapping[str, An
             behind = _whole(metrics.get("batch"))
         elif name.startswith(OURS) and section != "steps" and (section == "statistics" or steps == 1):
             behind = samples
-        _add(found, section, len(record), sum(map(data_of, record.values())), behind)
+        _add(found, section, len(record), sum(values_in(array.data) for array in record.values()), behind)
 
 
 def _metrics(found: Sections, arrays: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
@@ -206,7 +194,8 @@ def _metrics(found: Sections, arrays: Mapping[str, Any], metrics: Mapping[str, A
 
 
 def _evaluation(found: Sections, metrics: Mapping[str, Any]) -> None:
-    values = _together_metrics(metrics)
+    own: Iterator[Any] = (record for name, record in metrics.items() if not name.startswith(OURS))
+    values = {name: value for record in (*own, metrics.get(METRICS, {})) for name, value in record.items()}
     behind = _whole(values.get("fewest")) or _whole(values.get("samples")) or _whole(values.get("num-examples"))
     _add(found, "evaluation", 0, NUMBER * sum(isinstance(value, float) for value in values.values()), behind)
 
@@ -222,11 +211,6 @@ def _configs(found: Sections, configs: Mapping[str, Any]) -> None:
                 _add(found, OTHER, 0, sum(map(values_in, value[:-1])))
             else:
                 _add(found, OTHER, 0, size(value))
-
-
-def _together_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    own: Iterator[Any] = (record for name, record in metrics.items() if not name.startswith(OURS))
-    return {name: value for record in (*own, metrics.get(METRICS, {})) for name, value in record.items()}
 
 
 def text(value: object) -> str | None:

@@ -7,9 +7,8 @@ A change affects only the site or server that it names, and no other site needs 
 from __future__ import annotations
 
 import re
-import shutil
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from fl_bn.support.durable import write
-from fl_bn_site.certificates import Identity, make_authority, make_server, names_in, read_certificate, read_public, write_site_key
+from fl_bn_site.certificates import Identity, make_authority, make_server, make_site_key, names_in, read_certificate, read_public
 from fl_bn_site.days import SOON
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port, one_line, site_name
 from fl_bn_site.kit import KitError, joined, write_site
@@ -47,7 +46,7 @@ def add_site(server: ServerFolder, name: str, public_key: Path | None, output: P
     try:
         site_name(name)
     except ValueError as error:
-        raise KitError(str(error)) from error
+        raise KitError(f"a site's name {error}") from error
     if name.casefold() in {site.casefold() for site in server.sites}:
         raise KitError(
             f"{server.path / server.file} names a site {name} already: choose another name, or give that site a new key: `fl-bn kit renew`"
@@ -84,7 +83,9 @@ def remove_site(server: ServerFolder, name: str) -> ServerFolder:
     if len(server.sites) == 1:
         raise KitError(f"{name} is the last site, and a server needs one: to end the deployment, stop `fl-bn start` instead")
     changed = _write(server, _text_with_sites(server, [site for site in server.sites if site != name]))
-    _retire_key(server, name)
+    if (key := server.public_key(name)).exists():
+        _keep(key)
+        key.unlink()
     return changed
 
 
@@ -108,18 +109,18 @@ def renew_server(server: ServerFolder, authority: Path, days: int) -> Path:
         private = load_pem_private_key(key.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
         raise KitError(f"the certificate cannot be renewed: {error}. Give the folder `authority` of this kit (--authority)") from error
-    if not isinstance(private, ec.EllipticCurvePrivateKey) or certificate.read_bytes() != server.authority.read_bytes():
+    trusted = certificate.read_bytes() == server.authority.read_bytes()
+    if not isinstance(private, ec.EllipticCurvePrivateKey) or private.public_key() != vouches.public_key() or not trusted:
         raise KitError(
-            f"expected {certificate} to equal {server.authority}, which the sites trust, and {key} to be an elliptic-curve key: give "
-            "the folder `authority` of this kit (--authority)"
+            f"expected {certificate} to equal {server.authority}, which the sites trust, and {key} to be the private key of this "
+            "certificate: give the folder `authority` of this kit (--authority)"
         )
     if vouches.not_valid_after_utc < datetime.now(UTC):
         ended = f"{vouches.not_valid_after_utc:%Y-%m-%d}"
         raise KitError(f"{certificate} expired on {ended}: make a new kit, since every site needs a new ca.crt")
     renewed = make_server(Identity(vouches, private), [str(name.value) for name in names_in(old)], days)
-    former = [_retire(path) for path in (server.certificate, server.key)]
-    renewed.write(server.certificate, server.key)
-    return former[0].parent
+    _swap(dict(zip((server.certificate, server.key), renewed.in_pem(), strict=True)))
+    return server.path / FORMER
 
 
 def replace_authority(server: ServerFolder, authority: Path, days: int) -> list[Path]:
@@ -148,13 +149,9 @@ def replace_authority(server: ServerFolder, authority: Path, days: int) -> list[
     authority.mkdir(mode=0o700, exist_ok=True)
     sites = [folder for name in server.sites if ((folder := authority.parent / "sites" / name) / SiteFolder.file).exists()]
     trusted = [folder / "ca.crt" for folder in sites]
-    for path in (authority / "ca.crt", authority / "ca.key", server.authority, server.certificate, server.key, *trusted):
-        if path.exists():
-            _retire(path)
-    made.write(authority / "ca.crt", authority / "ca.key")
-    make_server(made, names, days).write(server.certificate, server.key)
-    for path in (server.authority, *trusted):
-        write(path, (authority / "ca.crt").read_bytes(), 0o666)
+    certificate, private = made.in_pem()
+    new = dict.fromkeys((authority / "ca.crt", server.authority, *trusted), certificate) | {authority / "ca.key": private}
+    _swap(new | dict(zip((server.certificate, server.key), make_server(made, names, days).in_pem(), strict=True)))
     return trusted
 
 
@@ -174,19 +171,16 @@ def renew_site(server: ServerFolder, name: str, public_key: Path | None, folder:
     """
     if name not in server.sites:
         raise KitError(f"{server.path / server.file} has no site {name}, but only {', '.join(server.sites)}")
-    if public_key is None:
-        if not (folder / SiteFolder.file).exists():
-            raise KitError(
-                f"{folder} has no {SiteFolder.file}: give the site's folder (--output), or the public key that the site sent (--public-key)"
-            )
-        public_key = folder / "site.pub"
-        for half in ("site.key", "site.pub"):
-            if (folder / half).exists():
-                _retire(folder / half)
-        write_site_key(folder / "site.key", public_key, name)
-    key = _read_key(server, name, public_key)
-    _retire_key(server, name)
-    write(server.public_key(name), key, 0o666)
+    if public_key is not None:
+        _swap({server.public_key(name): _read_key(server, name, public_key)})
+        return
+    if not (folder / SiteFolder.file).exists() or SiteFolder.read(folder).site != name:
+        raise KitError(
+            f"expected the folder of {name}, with its name in {SiteFolder.file}, but got {folder}: give the site's folder (--output), or "
+            "the public key that the site sent (--public-key)"
+        )
+    private, line = make_site_key(name)
+    _swap({folder / "site.key": private, folder / "site.pub": line, server.public_key(name): line})
 
 
 def days_left(folder: ServerFolder | SiteFolder) -> tuple[Path, int]:
@@ -241,15 +235,18 @@ def _read_key(server: ServerFolder, name: str, public_key: Path) -> bytes:
     """Read and check the public key file that is to become the key of the site ``name``. Return the content of the file.
 
     Raises:
-        KitError: The file holds no public key, or the key of another site.
+        KitError: The file holds no public key, or a key that a site has or had.
     """
     try:
         content, key = public_key.read_bytes(), read_public(public_key)
     except (OSError, ValueError) as error:
         raise KitError(f"{public_key} is not the public key of a site (site.pub): {error}") from error
-    for other in server.sites:
-        if other != name and server.public_key(other).exists() and read_public(server.public_key(other)) == key:
-            raise KitError(f"{public_key} is the key of {other}, but every site needs a key of its own: make another key pair for {name}")
+    present = {read_public(path): site for site in server.sites if (path := server.public_key(site)).exists()}
+    if owner := present.get(key) or former_owner(server, key):
+        raise KitError(
+            f"{public_key} is a key that {owner} has or had, but every site needs a key of its own, and Flower accepts no former one: "
+            f"make another key pair for {name}"
+        )
     return content
 
 
@@ -277,20 +274,35 @@ def _write(server: ServerFolder, text: str) -> ServerFolder:
     return ServerFolder.read(server.path)
 
 
-def _retire_key(server: ServerFolder, name: str) -> None:
-    """Move the public key of the site ``name``, if there is one, to ``sites/former``."""
-    if server.public_key(name).exists():
-        _retire(server.public_key(name))
+def _swap(files: Mapping[Path, bytes]) -> None:
+    """Replace files by new ones: all, or on a full disk none. Copies of the old ones are in the folders ``former`` beside them.
+
+    Args:
+        files: The new content of each file. Files that end in ``.key`` can be read by their owner only.
+    """
+    made: list[Path] = []
+    try:
+        for path, content in files.items():
+            made.append(path.with_name(f".new-{path.name}"))
+            write(made[-1], content, 0o600 if path.suffix == ".key" else 0o666)
+        for path in filter(Path.exists, files):
+            made.append(_keep(path))
+    except BaseException:
+        for path in made:
+            path.unlink(missing_ok=True)
+        raise
+    for new, path in zip(made, files, strict=False):
+        new.replace(path)
 
 
-def _retire(path: Path) -> Path:
-    """Move a file to the folder ``former`` beside it, so that a new file can take its place.
+def _keep(path: Path) -> Path:
+    """Copy a file to the folder ``former`` beside it, so that a new file can take its place.
 
     Returns:
-        The new path, which ends in the time of the move.
+        The path of the copy, which ends in the present time.
     """
     folder = path.parent / FORMER
     folder.mkdir(mode=0o700, exist_ok=True)
     target = folder / f"{path.name}.{datetime.now(UTC):%Y%m%dT%H%M%S%f}"
-    shutil.move(path, target)
+    write(target, path.read_bytes(), path.stat().st_mode & 0o777)
     return target

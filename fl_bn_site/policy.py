@@ -155,22 +155,21 @@ class Policy:
                 differs = f"the file {name} of the run differs from this site's: install the server's version of fl-bn here"
                 raise _refusal("allow-code", self.allow_code, differs)
 
-    def check_reply(self, samples: int | None, counts: Mapping[str, int]) -> None:
-        """Check whether a reply summarises enough samples.
+    def check_leaving(self, sections: Mapping[str, Mapping[str, int]], samples: int = 0) -> None:
+        """Check whether a reply, or a vector of a layer-wise exchange, summarises enough samples.
 
         Args:
-            samples: The number of samples that the reply summarises; None: the reply does not tell this number.
-            counts: Name of a count tensor -> the number of values per channel that the statistics summarise; 0: the layer
-                did not run.
+            sections: The sections as the audit log has them: what the log says of the samples is what is checked. A vector of
+                an exchange must have a known number of them.
+            samples: The number of samples that the whole reply summarises; 0: none, or the reply does not tell this number.
 
         Raises:
-            NotAllowed: The reply, or one of its statistics, summarises fewer than ``min_samples``.
+            NotAllowed: The reply, or one of its sections, summarises fewer than ``min_samples``.
         """
-        if samples is not None and 0 < samples < self.min_samples:
-            raise _refusal("min-samples", self.min_samples, f"the reply summarises {samples} samples")
-        for name, count in counts.items():
-            if 0 < count < self.min_samples:
-                raise _refusal("min-samples", self.min_samples, f"the statistic {name} summarises {count} values")
+        behind = {f"the section {name}": of.get("samples", 0) for name, of in sections.items() if "samples" in of or name == "exchange"}
+        for what, number in ({"the reply": samples} | behind if samples else behind).items():
+            if number < self.min_samples:
+                raise _refusal("min-samples", self.min_samples, f"{what} summarises {number or 'an unknown number of'} samples")
 
     def limits(self, node_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``node_config`` with those limits of the policy that the ClientApp itself enforces.
@@ -190,19 +189,10 @@ class Policy:
         return None if self.max_memory is None else int(self.max_memory * GB)
 
 
-def summary_of(reply: Any) -> tuple[int | None, dict[str, int]]:
-    """Return how many samples a reply summarises, and how many values its statistics summarise.
-
-    Returns:
-        samples: The number of samples; None: the reply does not tell it.
-        counts: Name of a count tensor -> the largest number of values per channel that the layer's statistics summarise.
-    """
-    if reply.has_error():
-        return None, {}
-    samples = [record["samples"] for record in reply.content.metric_records.values() if "samples" in record]
-    moments = reply.content.array_records.get("fl-bn/moments", {})
-    counts = {name: int(array.numpy().max()) for name, array in moments.items() if name.endswith("count")}
-    return (int(samples[0]) if samples else None), counts
+def samples_of(reply: Any) -> int:
+    """Return how many samples a reply summarises; 0: none, or the reply does not tell it."""
+    records = {} if reply.has_error() else reply.content.metric_records
+    return next((int(record["samples"]) for record in records.values() if "samples" in record), 0)
 
 
 def _refusal(line: str, allowed: object, reason: str) -> NotAllowed:

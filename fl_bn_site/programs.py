@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import entry_points
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -61,7 +62,18 @@ def end_when_lost(record: logging.LogRecord, end: Callable[[int], object] = os._
     return True
 
 
-def start(name: str, words: list[str], poll: float, listener: socket.socket) -> BaseProcess:
+def listens(process: int | None, port: int) -> bool:
+    """Return whether the process itself listens on a TCP port, and not another program of this machine."""
+    with suppress(OSError):  # the process has ended, or closes a file
+        tables = [table for name in ("tcp", "tcp6") if (table := Path(f"/proc/{process}/net/{name}")).exists()]  # IPv6 may be off
+        rows = [row.split() for table in tables for row in table.read_text().splitlines()[1:]]
+        # 0A is the state of a socket that listens
+        ports = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
+        return any(os.readlink(file) in ports for file in Path(f"/proc/{process}/fd").iterdir())
+    return False
+
+
+def start(name: str, words: list[str], poll: float, listener: socket.socket, ready: Callable[[], bool]) -> BaseProcess:
     """Fork a process that runs Flower's program ``name``.
 
     Args:
@@ -69,12 +81,15 @@ def start(name: str, words: list[str], poll: float, listener: socket.socket) -> 
         words: The arguments of the program.
         poll: The longest pause between two requests of a SuperNode to the server while messages come, in seconds.
         listener: A socket of this process, which is closed in the other one.
+        ready: The program waits until this function returns True.
     """
     program: Callable[[], None] = next(one for one in entry_points(group="console_scripts") if one.name == name).load()
 
     def run() -> None:
         listener.close()
         Path("/proc/self/comm").write_text(name)
+        while not ready():
+            time.sleep(SHORTEST)
         sys.argv = [name, *words]
         if name == SUPERNODE:
             time.sleep = Pauses(poll).sleep

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fl_bn.support.flower_config import PROGRESS, Scalar
-from fl_bn_site.control import Control, Submitted, control_of
+from fl_bn_site.control import Control, Submitted, control_of, lines_of
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.own_config import ROUNDS
 
 NOT_TOLD = "its app has reported no rounds: only the strategies of fl_bn.flower report them"
 NOT_RESUMED = "it ended early; fl-bn does not resume the run of a user's own Flower app, so submit it again"
-
-
-class NoSuchRun(ValueError):
-    """Signal that no run has this name or id."""
 
 
 def went_on(runs: Sequence[Submitted]) -> set[int]:
@@ -40,14 +35,14 @@ def abort(server: ServerFolder, name: str, address: str = "") -> str:
         A sentence that says what was done.
 
     Raises:
-        NoSuchRun: No run has this name or id.
+        ValueError: No run has this name or id.
         ControlError: The SuperLink does not answer.
     """
     with control_of(server, address) as control:
         run = _find(server, name, control)
         if run.status.startswith("finished"):
             return f"{name} had ended already: {run.status.removeprefix('finished:')}"
-        control.stop(str(run.id))
+        control.ask("stop", str(run.id))
     from fl_bn_site.submit import how_to_go_on  # imported here, since it imports torch: the run is stopped before that
 
     return f"{run.name or name} is stopped; {how_to_go_on(server, run.name, run.own)}"
@@ -57,14 +52,9 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of ``rounds.jsonl`` in the folder of a run, one per round.
 
     Where this file is missing, return the rows that a user's own Flower app has reported; where these are missing, too, an
-    empty list. An incomplete last line, which an active run is writing, is left out.
+    empty list. Lines are left out as ``lines_of`` says.
     """
-    return _lines(folder / "rounds.jsonl") or [row for row in _lines(folder / PROGRESS) if row["round"]]
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return lines_of(folder / "rounds.jsonl", "round") or [row for row in lines_of(folder / PROGRESS, "round") if row["round"]]
 
 
 def rounds_of(server: ServerFolder, config: Mapping[str, Scalar]) -> int:
@@ -78,7 +68,7 @@ def rounds_of(server: ServerFolder, config: Mapping[str, Scalar]) -> int:
         config: The keys of the run config that the user gave.
     """
     folder = server.results / str(config.get("resume") or config.get("name") or "")
-    told = [int(row["rounds"]) for row in _lines(folder / PROGRESS)[-1:]]
+    told = [int(row["rounds"]) for row in lines_of(folder / PROGRESS, "rounds")[-1:]]
     planned = [value for key in ("rounds", ROUNDS) if type(value := config.get(key)) is int and value > 0]
     if known := [number for number in (*told, *planned) if number]:
         return known[0]
@@ -107,11 +97,10 @@ def _find(server: ServerFolder, name: str, control: Control) -> Submitted:
     """Return the newest run with this name or id.
 
     Raises:
-        NoSuchRun: No run has this name or id. The message names the last runs.
+        ValueError: No run has this name or id. The message names the last runs.
     """
     runs = control.runs()
     if found := next((run for run in runs if name and name in (str(run.id), run.name)), None):
         return found
     known = ", ".join(dict.fromkeys(run.name for run in runs[:5] if run.name))
-    shown = f"`fl-bn status {server.path} --all` shows all"
-    raise NoSuchRun(f"no run of {server.path} is called {name}; the last runs are {known or 'none'} ({shown})")
+    raise ValueError(f"no run of {server.path} is called {name}; the last runs are {known or 'none'} (`fl-bn status --all` shows all)")

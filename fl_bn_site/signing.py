@@ -30,12 +30,8 @@ from typing import Any
 from fl_bn_site.audit import sync
 
 KEY = "run-signature"  # the run-config key that holds the signature
-OF_SERVER = (  # keys that a signature does not cover, since the server fills them in when the run starts
-    "output",
-    "clients",
-    "client-nodes",
-    "client-names",
-)
+# keys that a signature does not cover, since the server fills them in when the run starts
+OF_SERVER = ("output", "clients", "client-nodes", "client-names")
 DAY = 86400
 LASTS = 30 * DAY  # seconds for which a signature is valid
 AHEAD = DAY  # seconds by which the submitter's clock may be ahead of a site's

@@ -25,12 +25,8 @@ from fl_bn_site.submitters import VARIABLE, Package, key_file, read_key, read_si
 
 COMPLETED = "finished:completed"
 LOOK = 1.0  # seconds between two looks at the status of the run
-OF_FOLDER = (  # run-config keys that are not taken from a run to resume: they follow from the server's folder, and a run is signed anew
-    "output",
-    "client-nodes",
-    "name",
-    KEY,
-)
+# run-config keys that are not taken from a run to resume: they follow from the server's folder, and a run is signed anew
+OF_FOLDER = ("output", "client-nodes", "name", KEY)
 Say = Callable[[str], None]
 
 
@@ -187,8 +183,8 @@ def resume(
     name = name or _newest(server)
     if _is_of_own_app(server, name, address):
         raise ConfigError(f"{name} cannot be resumed: {AGAIN}")
-    config = config_to_resume(server.results / name, deployed=True)
-    given = {key: value for key, value in config.to_mapping().items() if key not in OF_FOLDER}
+    known = config_to_resume(server.results / name, deployed=True).to_mapping()
+    given = {key: value for key, value in known.items() if key not in OF_FOLDER}
     if not given["client-names"]:
         del given["client-names"]
     package = _package(server, key, say, own)
@@ -226,8 +222,8 @@ def how_to_go_on(server: ServerFolder, name: str, own: bool = False, modules: Pa
     run = server.results / name
     rounds = sorted(int(path.stem.removeprefix("round-")) for path in (run / FOLDER).glob("round-*.safetensors"))
     if rounds:
-        with_them = f" --app {shlex.quote(str(modules))}" if modules else ""
-        return f"resume it from its checkpoint after round {rounds[-1]}: fl-bn resume {shlex.quote(str(server.path))} {name}{with_them}"
+        words = ["fl-bn", "resume", str(server.path), name, *(("--app", str(modules)) if modules else ())]
+        return f"resume it from its checkpoint after round {rounds[-1]}: {shlex.join(words)}"
     where = f"the output of `fl-bn start` and {run} say" if run.exists() else "the output of `fl-bn start` says"
     again = f'fl-bn submit {shlex.quote(str(server.path))} --run-config "..."'
     return f"it has no checkpoint to resume from. {where} why it ended. Begin it anew: {again}"
@@ -272,7 +268,8 @@ def _carry_out(
             status = _follow(control, run, say)
         except KeyboardInterrupt:
             say(f"{name} goes on; only this log has ended. To end the run:")
-            say(f"  fl-bn abort {shlex.quote(str(server.path))} {name}{f' --control {address}' if address else ''}")
+            words = ["fl-bn", "abort", str(server.path), name, *(("--control", address) if address else ())]
+            say(f"  {shlex.join(words)}")
             raise
     say(f"run {run}: {status}")
     if status != COMPLETED:
@@ -283,8 +280,9 @@ def _carry_out(
 def _of(server: ServerFolder, sites: str) -> dict[str, Scalar]:
     """Return the run-config keys of a run in which only ``sites`` take part: names, separated by commas; empty: all sites."""
     names = [name for name in map(str.strip, sites.split(",")) if name]
-    if unknown := [name for name in names if name not in server.sites]:
-        raise FolderError(f"--sites: {server.path / server.file} has no site {unknown[0]}, but only {', '.join(server.sites)}")
+    if wrong := [name for name in names if name not in server.sites or names.count(name) > 1]:
+        file = server.path / server.file
+        raise FolderError(f"--sites: {file} has no site {wrong[0]}, or it is given twice: expected, each once, {', '.join(server.sites)}")
     return {"clients": len(names), "client-names": ",".join(names)} if names else {}
 
 

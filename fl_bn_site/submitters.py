@@ -31,7 +31,7 @@ from fl_bn.support.durable import write
 from fl_bn.support.flower_config import OF_OUR_APP, Scalar
 from fl_bn_site.certificates import write_private
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, site_name
-from fl_bn_site.policy import SUBMITTERS, Policy
+from fl_bn_site.policy import SUBMITTERS
 from fl_bn_site.signing import KEY, OF_SERVER, Submitter, public_line, read_submitter, sign
 
 VARIABLE = "FL_BN_SUBMITTER_KEY"  # the environment variable that names the file of the key
@@ -180,10 +180,8 @@ def read_signed(file: Path) -> tuple[dict[str, Scalar], Package]:
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or content.get("form") != FORM:
-            raise ValueError(f"expected a signed run, as `fl-bn submit --sign-only` writes it, but the file has no form = {FORM!r}")
-        if missing := [key for key in ("config", "package") if key not in content]:
-            raise ValueError(f"expected a signed run, as `fl-bn submit --sign-only` writes it, but the file has no {missing[0]!r}")
+        if not isinstance(content, dict) or content.get("form") != FORM or not content.keys() >= {"config", "package"}:
+            raise ValueError(f"expected a signed run of form = {FORM!r}, as `fl-bn submit --sign-only` writes it")
         return dict(content["config"]), Package(base64.b64decode(content["package"], validate=True))
     except (OSError, ValueError, TypeError, binascii.Error) as error:
         raise FolderError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
@@ -221,15 +219,12 @@ def known(folder: Path) -> list[Submitter]:
     return [public_key(file.stem, file) for file in sorted((folder / SUBMITTERS).glob("*.pub"))]
 
 
-def trust(site: SiteFolder, submitter: Submitter) -> bool:
+def trust(site: SiteFolder, submitter: Submitter) -> None:
     """Let runs of ``submitter`` take place at a site: write the public key into its folder ``submitters``.
 
     Args:
         site: The site's folder.
         submitter: The submitter.
-
-    Returns:
-        Whether the policy asks for signatures (``allow-code = "signed"``).
 
     Raises:
         FolderError: The site trusts another key of this name.
@@ -240,4 +235,3 @@ def trust(site: SiteFolder, submitter: Submitter) -> bool:
             f"{path} holds another key of {submitter.name} than the one given: to trust the new key in its place, move this file away first"
         )
     hand_out([submitter], site.policy.parent)
-    return Policy.read(site.policy).allow_code == "signed"

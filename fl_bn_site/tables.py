@@ -10,13 +10,11 @@ from rich.table import Table
 
 from fl_bn_site.status import RunStatus, Status
 
-PIPE = 500  # columns of output that goes to no terminal
-
 
 def wide_console() -> Console:
     """Return a console as wide as the terminal; for output to a pipe, one of 500 columns, so that no table is narrowed."""
     console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=PIPE)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=500)
 
 
 def tables_of_status(current: Status) -> Group:

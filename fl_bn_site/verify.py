@@ -16,7 +16,6 @@ from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port
 from fl_bn_site.policy import SUBMITTERS, Policy, PolicyError
 from fl_bn_site.submitters import PRIVATE
 
-WILDCARDS = ("0.0.0.0", "::")  # these stand for all addresses of a machine
 NEW_KIT = "ask the person who made the kit for the right file"
 RENEW = "set the clock if it is wrong, else renew the certificate on the server (`fl-bn kit renew`)"
 
@@ -101,8 +100,8 @@ def _site(folder: Path, noted: str = "") -> Iterator[Finding]:
         yield _true(True, f"{site.policy} is complete")
     except PolicyError as error:
         yield _true(False, f"{site.policy} is complete", f"{error}. This site refuses every run until that is corrected")
-    pair = f"{site.private_key} belongs to {site.public_key}"
-    yield _same(pair, lambda: public_half(site.private_key), lambda: read_public(site.public_key))
+    public = folder / "site.pub"
+    yield _same(f"{site.private_key} belongs to {public}", lambda: public_half(site.private_key), lambda: read_public(public))
     if site.audit_log.is_dir():
         yield from _audit(site.audit_log, noted)
 
@@ -147,7 +146,7 @@ def _signed(server: ServerFolder) -> Iterator[Finding]:
     yield _true(signed, f"{server.certificate} is signed by {server.authority}", remedy)
     named = ", ".join(str(name.value) for name in names_in(certificate)) or "nobody"
     for line, host in (("superlink", server.superlink), ("exchange-host", server.exchange_host), ("control", host_port(server.control)[0])):
-        if host in WILDCARDS:
+        if host in ("0.0.0.0", "::"):  # these stand for all addresses of a machine
             continue
         try:
             fits = is_for(certificate, host)

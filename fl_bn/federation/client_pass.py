@@ -83,7 +83,7 @@ class ClientPass:
         with self.own_first(inputs, forward):
             if self._connect is not None:
                 problem, batches = in_order(self._model, self._layers, inputs, forward, self._instruction.memory)
-                exchange = self._connect(0 if problem else 1)
+                exchange = self._connect(0 if problem else max(1, self.samples))
                 if not problem:
                     self.moments = layer_by_layer(self._model, self._layers, batches, exchange, forward)
                     return

@@ -88,9 +88,9 @@ class DisclosureReport:
         """
         if session is not self._session:
             self._session = session
-            behind, what = (session.samples, LAYER_BY_LAYER) if without_training else (session.batches, EXCHANGED)
+            what = LAYER_BY_LAYER if without_training else EXCHANGED
             vectors = [
-                Disclosure(index, "exchange", what, traffic.exchanges, traffic.up, behind.get(index, 0))
+                Disclosure(index, "exchange", what, traffic.exchanges, traffic.up, session.batches.get(index, 0))
                 for index, traffic in sorted(session.traffic.items())
             ]
             self._came.append((-1, lambda: vectors))

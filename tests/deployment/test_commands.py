@@ -21,24 +21,13 @@ from typer.testing import CliRunner
 
 from fl_bn.cli.main import app as cli
 from fl_bn.flower.secagg.workflow import is_key
-from fl_bn_site.commands import SUPERLINK, superlink
+from fl_bn_site.commands import SUPERLINK, commands, environment, node_config, superlink
+from fl_bn_site.control import lines_of
 from fl_bn_site.gate import Site, options
 from fl_bn_site.programs import LOST, OVER, SUPERNODE
+from fl_bn_site.submit import how_to_go_on, submit
 from tests.deployment import tls_servers
-from tests.deployment.inner import (
-    ConfigError,
-    KitPlan,
-    ServerFolder,
-    SiteFolder,
-    commands,
-    create,
-    environment,
-    flower_config,
-    node_config,
-    parse_overrides,
-    run_config,
-    stage,
-)
+from tests.deployment.inner import ConfigError, KitPlan, ServerFolder, SiteFolder, create, flower_config, parse_overrides, run_config, stage
 from tests.refusals import naming
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +45,7 @@ def test_flower_accepts_the_superlink_and_the_supernode(server: ServerFolder, si
     tls_servers.write_line(site.path / "site.toml", "dataset", "npz")
     tls_servers.write_line(site.path / "site.toml", "data-path", "my data.npz")
     site = SiteFolder.read(site.path)
-    gate, poll, programs = options(list(commands(site)[0].argv[4:]))
+    gate, poll, _, programs = options(list(commands(site)[0].argv[4:]))
     assert gate == Site(*(site.path / name for name in ("node", "policy.toml", "node/audit", "packages", "run/apps.sock")))
     assert poll == site.poll_seconds
     args = _parse_args_run_supernode().parse_args(programs[SUPERNODE])
@@ -111,18 +100,28 @@ def test_what_is_sent_of_this_project_has_no_tests_and_says_of_which_commit_it_i
 def test_run_config_follows_from_the_folder_and_the_user_wins(server: ServerFolder) -> None:
     config = run_config(server, "method='fedtan' rounds=2")
     assert (config["clients"], config["output"], config["method"], config["rounds"]) == (2, str(server.results), "fedtan", 2)
+    with naming("--sites"):
+        submit(server, "rounds=1", sites="A,B,A")
+    (server.results / "a run/checkpoints").mkdir(parents=True)
+    (server.results / "a run/checkpoints/round-1.safetensors").touch()
+    assert how_to_go_on(server, "a run", modules=Path("my nets")).endswith(" 'a run' --app 'my nets'"), "it can be pasted"
     for wrong in ("method='hbm'", "round=2", "rounds"):
         with pytest.raises(ConfigError):
             run_config(server, wrong)
 
 
-def rsa(path: Path) -> None:
-    public = generate_private_key(65537, 2048).public_key()
-    path.write_bytes(public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
+def test_a_line_that_cannot_be_read_is_named_and_the_others_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "submitted.jsonl"
+    assert lines_of(file, "run") == []
+    file.write_bytes(b'{"run": 1}\n{"run": 2, "conf\n\xff\n[12]\n{}\n{"run": 3}\n{"run": 4')  # the last one is being written
+    assert lines_of(file, "run") == [{"run": 1}, {"run": 3}]
+    told = capsys.readouterr().err
+    assert [number for number in range(1, 9) if f"{file}: line {number} " in told] == [2, 3, 4, 5]
 
 
 def test_a_key_that_cannot_be_read_is_named_at_once(server: ServerFolder) -> None:
-    for breaks in (rsa, lambda path: path.write_text("ecdsa-sha2-nistp384 garbled"), Path.unlink):
+    rsa = generate_private_key(65537, 2048).public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    for breaks in (lambda path: path.write_bytes(rsa), lambda path: path.write_text("ecdsa-sha2-nistp384 garbled"), Path.unlink):
         breaks(server.public_key("B"))
         shown = CliRunner().invoke(cli, ["register", str(server.path)])
         assert (shown.exit_code, "sites/B.pub: " in shown.output) == (1, True), shown.output

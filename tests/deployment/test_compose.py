@@ -43,8 +43,7 @@ GATE, APPS = (["python", "-P", "-m", f"fl_bn_site.{name}"] for name in ("gate", 
 
 
 def read() -> Compose:
-    loaded: Compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    return loaded
+    return yaml.safe_load((ROOT / "docker-compose.yml").read_text())  # type: ignore[no-any-return]
 
 
 def argv(service: Compose) -> list[str]:
@@ -60,7 +59,7 @@ def volumes(service: Compose) -> dict[str, tuple[str, str]]:
 def parsed(words: list[str]) -> argparse.Namespace:
     """As the program's own parser reads its command line; SystemExit or click's UsageError where it refuses."""
     if words[:4] == GATE:
-        words = [SUPERNODE, *options(words[4:])[2][SUPERNODE]]
+        words = [SUPERNODE, *options(words[4:])[-1][SUPERNODE]]
     for program, script in AROUND.items():
         if script in words:
             assert (ROOT / script.removeprefix(IMAGE)).exists()

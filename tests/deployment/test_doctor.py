@@ -133,7 +133,6 @@ def test_what_is_broken_is_the_one_thing_that_fails(name: str, tmp_path: Path) -
         (lambda kit: None, "device='cuda:77'", "gpu"),
         (lambda kit: (kit / "server/server.toml").write_text("superlink = 3"), "", "folder"),
     ],
-    ids=[str(number) for number in range(11)],
 )
 def test_what_is_wrong_on_the_server(breaking: Callable[[Path], None], overrides: str, check: str, tmp_path: Path) -> None:
     kit = tls_servers.make_kit(tmp_path / "kit")

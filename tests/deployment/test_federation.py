@@ -21,36 +21,10 @@ import pytest
 
 from fl_bn.support.flower_config import flower_config
 from fl_bn_site.audit_report import chosen, report_of
-from fl_bn_site.commands import of_1_25, program
-from fl_bn_site.submitters import trust
-from tests.deployment.federation import (
-    FL_BN,
-    ROOT,
-    SMALL,
-    Federation,
-    check_bits,
-    differing,
-    ended,
-    farewell,
-    in_process,
-    rounds_of,
-    wait_until,
-)
-from tests.deployment.inner import (
-    OTHER,
-    KitPlan,
-    Package,
-    ServerFolder,
-    SiteFolder,
-    build,
-    check,
-    create,
-    environment,
-    lines_in,
-    status,
-    write_site_key,
-    write_submitter_key,
-)
+from fl_bn_site.commands import environment, of_1_25, program
+from fl_bn_site.submitters import Package, trust, write_submitter_key
+from tests.deployment.federation import FL_BN, SMALL, Federation, check_bits, differing, ended, farewell, in_process, rounds_of, wait_until
+from tests.deployment.inner import OTHER, KitPlan, ServerFolder, SiteFolder, build, check, create, lines_in, status, write_site_key
 from tests.deployment.tls_servers import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -135,9 +109,6 @@ def test_a_deployed_run_has_the_bits_of_one_process_and_sites_log_what_the_serve
         assert counted.pop(OTHER)[0] > 0
         assert counted.pop("nothing", [0, 0, 0])[1] == 0
         server = sums(disclosed(federation.result(name) / "disclosure.csv", site))
-        if name == "hbn":  # an exchange that only measures: its vectors do not say of how many samples they are
-            assert (counted["exchange"][2], server["exchange"][2] > 8) == (0, True)
-            server["exchange"][2] = 0
         assert counted == server, site
         assert (("exchange" in counted), ("masked" in counted)) == (name in ("fedtan", "hbn"), name == "hbn-secure")
         assert check(log_of(federation, site)).faults == ()
@@ -259,7 +230,9 @@ def test_a_run_that_was_signed_elsewhere_is_watched_and_ended_and_not_changed(fe
     words = ["--run-config", config, "--sign-only", str(file), "--key", str(key)]
     for typed, code in (("another", 2), ("two words", 0)):
         argv = [*FL_BN, "submit", str(federation.kit / "server"), *words]
-        done = subprocess.run(argv, cwd=ROOT, input=f"{typed}\n", text=True, capture_output=True, start_new_session=True, check=False)
+        done = subprocess.run(
+            argv, cwd=Path(__file__).parents[2], input=f"{typed}\n", text=True, capture_output=True, start_new_session=True, check=False
+        )
         assert done.returncode == code, done.stdout + done.stderr
     process = federation.submit("", "--signed", str(file))
     wait_until("round 1", lambda: rounds_of(federation, "mine") >= 1, 300)

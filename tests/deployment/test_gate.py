@@ -22,6 +22,7 @@ from fl_bn_site import wire
 from fl_bn_site.answer import LATE, Answer, Site
 from fl_bn_site.gate import SECRET, write_command
 from fl_bn_site.packages import PackageError, Packages, files_of
+from fl_bn_site.programs import listens
 from tests.deployment.federation import wait_until
 from tests.deployment.inner import Package, check, hand_out, lines_in
 from tests.deployment.test_signing import ALICE, MINE, package_of
@@ -298,6 +299,23 @@ def test_memory_beyond_the_policy_is_refused_by_name(gate: Gate) -> None:
     gate.told(content)  # control
 
 
+def test_what_summarises_too_few_samples_stays(gate: Gate) -> None:
+    """Vectors of an exchange, one by one or as questions of a replay, must tell their number of samples. Replies and their moments may."""
+    gate.policy("min-samples = 8\n")
+    vector = "from fl_bn.support.departures import leaving; leaving('exchange', 64, COUNT)"
+    reply = (
+        "from flwr.app import Array, MetricRecord; array = ArrayRecord({'x': Array('float32', (1,), '', b'1234')}); "
+        "return Message(RecordDict({'fl-bn/{}': array, 'fl-bn/metrics': MetricRecord({'{}': COUNT})}), reply_to=message)"
+    )
+    told = (("exchange", "batch"), ("moments", "measured"), ("weights", "samples"))
+    replies = [reply.replace("{}", section, 1).replace("{}", number, 1) for section, number in told]
+    for body in (vector, *replies):
+        for count, leaves in ((8, True), (7, False), (0, body in replies[1:])):
+            answer = gate.ask(package(body.replace("COUNT", str(count))))
+            assert leaves != ("min-samples = 8" in str(answer.has_error() and answer.error.reason)), (body, count)
+            assert gate.lines()[-1]["decision"] == ("sent" if leaves else "refused")
+
+
 def test_where_the_line_cannot_be_written_no_answer_leaves(gate: Gate) -> None:
     (gate.site.home / "audit").write_text("a file in the place of the folder")
     reply = gate.ask(package())
@@ -369,8 +387,11 @@ def test_no_text_of_the_server_is_a_path_and_nothing_of_a_package_lands_outside_
             files_of(package_of({name: "x"}))
 
 
-def test_flower_finds_no_other_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flower 1.42 starts the program of the task that the server names."""
+def test_flower_finds_no_other_program_and_no_other_site_s_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower 1.42 starts the program of the task that the server names. A SuperExec waits until its own SuperNode listens."""
+    with socket.create_server(("127.0.0.1", 0)) as taken, subprocess.Popen(["sleep", "60"]) as other:
+        assert [listens(process, taken.getsockname()[1]) for process in (os.getpid(), other.pid)] == [True, False]
+        other.kill()
     monkeypatch.setenv("PATH", os.environ["PATH"])
     assert shutil.which("flower-superexec")  # control
     write_command(tmp_path / "home")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +14,17 @@ import pytest
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from typer.testing import CliRunner
 
-from fl_bn_site import certificates
-from fl_bn_site.certificates import names_in, public_half, read_certificate
-from fl_bn_site.membership import check_expiry, former_owner, renew_server, renew_site, replace_authority
+from fl_bn_site import certificates, control
+from fl_bn_site.certificates import names_in, public_half, read_certificate, read_public, write_site_key
+from fl_bn_site.control import ControlError, register_sites
+from fl_bn_site.folders import one_at_a_time
+from fl_bn_site.membership import add_site, check_expiry, former_owner, remove_site, renew_server, renew_site, replace_authority
 from tests.deployment.conftest import PLAN
-from tests.deployment.inner import (
-    FolderError,
-    KitError,
-    ServerFolder,
-    SiteFolder,
-    add_site,
-    app,
-    create,
-    read_public,
-    remove_site,
-    write_site_key,
-)
+from tests.deployment.inner import FolderError, KitError, ServerFolder, SiteFolder, app, create
 from tests.deployment.test_kit import failures
 from tests.deployment.tls_servers import accepts, reissue
 from tests.refusals import naming
+from tests.test_durable import room_for
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -65,6 +60,8 @@ CHANGES: list[Callable[[ServerFolder, Path], object]] = [
     lambda server, kit: renew_site(server, "C", None, kit / "sites/A"),
     lambda server, kit: renew_server(server, other(kit), 400),
     lambda server, kit: renew_server(server, kit / "nowhere", 400),
+    lambda server, kit: renew_server(server, kit.parent / "mixed", 400),
+    lambda server, kit: renew_site(server, "B", None, kit / "sites/A"),
 ]
 
 
@@ -74,11 +71,18 @@ def test_what_cannot_be_changed_leaves_all_as_it_was(kit: Path, server: ServerFo
         with pytest.raises(KitError):
             change(server, kit)
         assert contents(kit) == before
+    signs: Any = kit / "authority"
+    for change, *given in ((renew_server, signs, 400), (replace_authority, signs, 400), (renew_site, "B", None, kit / "sites/B")):
+        with room_for(500), pytest.raises(OSError, match="too large"):
+            change(server, *given)
+        assert contents(kit) == before
 
 
 def other(kit: Path) -> Path:
-    """Make another kit; return the folder of its authority."""
+    """Make another kit; return the folder of its authority. The folder ``mixed`` has its key with the certificate of ``kit``."""
     create(PLAN, kit.parent / "other")
+    shutil.copytree(kit.parent / "other/authority", kit.parent / "mixed")
+    shutil.copy(kit / "authority/ca.crt", kit.parent / "mixed")
     return kit.parent / "other/authority"
 
 
@@ -94,6 +98,60 @@ def test_the_key_of_a_site_that_goes_or_is_renewed_is_kept_as_a_former_one(kit: 
     assert failures(kit) == []
     with pytest.raises(KitError):
         remove_site(changed, "B")
+    for name in ("A", "west"):
+        with naming("make another key pair", KitError):
+            add_site(changed, name, kit / "sites/A/site.pub", kit / "sites/new")
+
+
+class SuperLink:
+    """What Flower's does of keys: it takes none again that it has had. It may be interrupted (``breaks``) when it has taken one."""
+
+    def __init__(self) -> None:
+        self.taken, self.here, self.breaks = list[bytes](), set[int](), True
+        self.nodes = lambda: dict.fromkeys(self.here)
+        self.ask = lambda *words: self.here.remove(int(words[-1]))
+
+    def register(self, public_key: Path) -> int:
+        if read_public(public_key) in self.taken:
+            raise ControlError("Public key already in use")
+        self.taken.append(read_public(public_key))
+        self.here.add(len(self.taken))
+        if self.breaks:
+            raise KeyboardInterrupt
+        return len(self.taken)
+
+
+def test_a_key_that_the_superlink_refuses_locks_out_its_site_alone_and_an_interrupted_registration_none(
+    kit: Path, server: ServerFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flower = SuperLink()
+    monkeypatch.setattr(control, "control_of", lambda *given: nullcontext(flower))
+    with pytest.raises(KeyboardInterrupt):
+        list(register_sites(server))
+    flower.breaks = False
+    assert list(register_sites(server)) == [("A", "registered"), ("B", "registered")]
+    assert (control.nodes_of(server, ("A", "B")), flower.here) == ([1, 2], {1, 2})
+    write_site_key(kit / "own.key", kit / "own.pub", "A")
+    flower.taken.append(read_public(kit / "own.pub"))  # and it was shut out, by hand
+    renew_site(server, "A", kit / "own.pub", kit)
+    server = add_site(server, "east", None, kit / "sites/east")
+    for _ in range(2):
+        shown = CliRunner().invoke(app, ["register", str(server.path)])
+        assert (shown.exit_code, "--site A --public-key" in " ".join(shown.output.split())) == (1, True), shown.output
+        assert (control.nodes_of(server, server.sites, all_needed=False), flower.here) == ([0, 2, 4], {2, 4})
+    with naming("the key of A", ControlError):
+        control.nodes_of(server, server.sites)
+
+
+def test_two_changes_at_once_are_made_one_after_the_other(kit: Path, server: ServerFolder) -> None:
+    words = [sys.executable, "-m", "fl_bn.cli.main", "kit", "add-site", str(server.path), "west"]
+    with one_at_a_time(server.path):
+        other = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(6)
+        add_site(server, "east", None, kit / "sites/east")
+    assert other.wait(60) == 0
+    assert ServerFolder.read(server.path).sites == ("A", "B", "east", "west")
 
 
 def test_a_stolen_server_key_is_worth_nothing_once_the_authority_is_new(kit: Path, server: ServerFolder, tmp_path: Path) -> None:

@@ -18,14 +18,6 @@ from tests.refusals import naming
 NOW = datetime(2026, 11, 26, 21, 30)
 
 
-@pytest.fixture
-def modules(tmp_path: Path) -> Path:
-    for name in ("mynets.py", "parts/more.py", "scan.npz", ".venv/hidden.py"):
-        (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "own" / name).write_text("x = 1\n")
-    return tmp_path / "own"
-
-
 def names(package: bytes) -> set[str]:
     return set(zipfile.ZipFile(io.BytesIO(package)).namelist())
 
@@ -45,11 +37,12 @@ def test_a_flower_app_of_one_s_own_is_packed_as_it_is_with_the_keys_of_its_run(s
             own_config(package, wrong, NOW)
 
 
-def test_modules_are_packed_beside_fl_bn_s_app(server: ServerFolder, modules: Path) -> None:
+def test_modules_are_packed_beside_fl_bn_s_app_and_what_is_no_code_is_refused(server: ServerFolder, own_app: Path, tmp_path: Path) -> None:
+    modules = tmp_path / "own"
+    for name in ("mynets.py", "parts/more.py", "scan.npz", ".venv/hidden.py"):
+        (modules / name).parent.mkdir(parents=True, exist_ok=True)
+        (modules / name).write_text("x = 1\n")
     assert names(build(server, modules)) - names(build(server)) == {"mynets.py", "parts/more.py"}, "modules, and no data"
-
-
-def test_what_is_no_code_is_refused(server: ServerFolder, own_app: Path, modules: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (modules / "server_app.py").write_text("")  # as a module of fl-bn's own project is called
     for folder, word in ((tmp_path / "none", "none"), (tmp_path / "empty", "empty"), (modules, "server_app")):

@@ -28,7 +28,7 @@ def test_a_missing_line_allows_everything_but_foreign_code_and_a_missing_or_empt
     allowed = policy(tmp_path, 'allow-code = "any"\n')
     allowed.check_run({**RUN, "dataset": "own.module:load", "batch-size": 1})
     assert allowed.check_package(b"no zip file", {}) is None
-    allowed.check_reply(1, {"a.count": 1})
+    allowed.check_leaving({"moments": {"samples": 1}, "exchange": {}}, 1)
     for refused in (lambda: Policy.read(tmp_path / "none.toml"), lambda: policy(tmp_path, "")):
         with pytest.raises(PolicyError):
             refused()
@@ -37,13 +37,19 @@ def test_a_missing_line_allows_everything_but_foreign_code_and_a_missing_or_empt
         policy(tmp_path, "").check_package(package_of({"app.py": ""}), {})
 
 
-def test_the_template_s_lines_can_be_set(tmp_path: Path) -> None:
+def test_the_template_s_lines_can_be_set_and_limits_reach_the_app(tmp_path: Path) -> None:
     alice = Submitter("alice", bytes(32))
     hand_out([alice], tmp_path)
     template = kit_file("policy.toml")
     assert policy(tmp_path, template) == Policy(allow_code="signed", trusted_submitters=(alice,)), "a new site takes part in signed runs"
     text = "".join(line.removeprefix("#") + "\n" for line in template.splitlines() if not line.startswith("# "))
     assert policy(tmp_path, text) == Policy(("fedbn", "hbn"), (), "signed", (alice,), 8.0, 8, 40, 0)
+    # the app's gate gets the stricter of policy and node config
+    eight = policy(tmp_path, "min-samples = 8\nmax-evaluations = 5\nmax-unknown-rounds = 2\n")
+    assert eight.limits({"device": "cpu"}) == {"device": "cpu", "min-samples": 8, "max-evaluations": 5, "max-unknown-rounds": 2}
+    stricter = {"min-samples": 30, "max-evaluations": 3, "max-unknown-rounds": 0}
+    assert eight.limits(stricter) == stricter
+    assert policy(tmp_path, "# no line").limits({"min-samples": 3}) == {"min-samples": 3}
 
 
 @listed(
@@ -91,27 +97,8 @@ def test_only_the_installed_code_runs_where_the_policy_says_so(tmp_path: Path) -
             only.check_package(broken, {}, package)
 
 
-def test_replies_of_few_samples_do_not_leave(tmp_path: Path) -> None:
-    eight = policy(tmp_path, "min-samples = 8")
-    eight.check_reply(8, {"norm.count": 8, "asleep.count": 0})
-    eight.check_reply(None, {})
-    for samples, statistics in ((7, {}), (100, {"norm.count": 2})):
-        with pytest.raises(NotAllowed):
-            eight.check_reply(samples, statistics)
-
-
-@listed(
-    "text",
-    ["allow-method = []", 'allow-methods = "hbn"', 'allow-code = "sent"', "max-memory = 0", "min-samples = 1.5", 'allow-code = "signed"'],
-)
-def test_a_policy_that_is_wrong_is_no_policy(tmp_path: Path, text: str) -> None:
-    with naming(text.split(" =")[0], PolicyError):
-        policy(tmp_path, text)
-
-
-def test_the_app_s_gate_gets_the_stricter_of_policy_and_node_config(tmp_path: Path) -> None:
-    eight = policy(tmp_path, "min-samples = 8\nmax-evaluations = 5\nmax-unknown-rounds = 2\n")
-    assert eight.limits({"device": "cpu"}) == {"device": "cpu", "min-samples": 8, "max-evaluations": 5, "max-unknown-rounds": 2}
-    stricter = {"min-samples": 30, "max-evaluations": 3, "max-unknown-rounds": 0}
-    assert eight.limits(stricter) == stricter
-    assert policy(tmp_path, "# no line").limits({"min-samples": 3}) == {"min-samples": 3}
+def test_a_policy_that_is_wrong_is_no_policy(tmp_path: Path) -> None:
+    code = ('allow-code = "sent"', 'allow-code = "signed"')
+    for text in ("allow-method = []", 'allow-methods = "hbn"', "max-memory = 0", "min-samples = 1.5", *code):
+        with naming(text.split(" =")[0], PolicyError):
+            policy(tmp_path, text)

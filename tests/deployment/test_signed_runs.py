@@ -12,22 +12,10 @@ import pytest
 from flwr.cli.build import build_fab_from_disk
 
 from fl_bn_site.control import control_of
-from fl_bn_site.project import project_of
+from fl_bn_site.project import build, project_of, stage
+from fl_bn_site.submitters import Package, key_file, read_key
 from tests.deployment.federation import Federation, wait_until
-from tests.deployment.inner import (
-    COMPLETED,
-    Package,
-    Scalar,
-    ServerFolder,
-    SiteFolder,
-    build,
-    key_file,
-    lines_in,
-    read_key,
-    run_config,
-    stage,
-    with_sites,
-)
+from tests.deployment.inner import COMPLETED, Scalar, ServerFolder, SiteFolder, lines_in, run_config, with_sites
 
 POLICIES = ("installed", "signed", "any")  # a site of each, which has the name of its policy
 RUN = (

@@ -10,20 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fl_bn_site.submit import sign_only, submit_signed
-from fl_bn_site.submitters import VARIABLE, read_signed
-from tests.deployment.inner import (
-    FolderError,
-    KitPlan,
-    Policy,
-    ServerFolder,
-    SiteFolder,
-    add_site,
-    app,
-    create,
-    key_file,
-    read_key,
-    write_submitter_key,
-)
+from fl_bn_site.submitters import VARIABLE, key_file, read_key, read_signed, write_submitter_key
+from tests.deployment.inner import FolderError, KitPlan, Policy, ServerFolder, SiteFolder, add_site, app, create
 
 
 def test_the_key_is_the_one_that_is_named(kit: Path, server: ServerFolder) -> None:

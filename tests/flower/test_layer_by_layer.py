@@ -58,6 +58,7 @@ def test_one_message_finds_the_bits_of_a_pass_per_layer(method: str, name: str, 
     found, wanted = running_statistics(ran.strategy.transport.shared.model), running_statistics(alone)
     assert all(torch.equal(found[k].mean, wanted[k].mean) and torch.equal(found[k].var, wanted[k].var) for k in wanted)
     assert messages(ran) == 1
+    assert ran.strategy.transport.exchanges.session.batches == dict(enumerate(map(len, large))), "by which a site's policy judges"
     passes = calibrated("passes", large, network(name, torch.float32), method)
     assert identical(statistics(ran), statistics(passes))
     assert passes.strategy.transport.statistics.outcomes == alone_passes
