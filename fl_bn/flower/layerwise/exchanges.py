@@ -103,7 +103,7 @@ class Exchanges:
         sent = _by_client(clients, messages)
         for message in sent.values():
             add_to_config(message.content, {"exchange-memory": MEMORY // len(clients) if carrier == "local" else MEMORY})
-        self.session = self._opened(clients, "abort", max(timeout, self.settings.deadline))
+        self.session = self._opened(clients, "abort", max(timeout, self.settings.deadline), trains=False)
         replies = self._carry(carrier, grid, sent, self.session, timeout, timeout * (1 + len(self.layers)))
         if not self.session.batches:
             self._cannot_meet = self.session.failure or "no client took part"
@@ -121,7 +121,7 @@ class Exchanges:
             self._service.stop()
         self.carrier, self._service, self._late = "", None, {}
 
-    def _opened(self, cohort: Sequence[Client], policy: str, deadline: float) -> Session:
+    def _opened(self, cohort: Sequence[Client], policy: str, deadline: float, trains: bool = True) -> Session:
         return Session(
             [client.index for client in cohort],
             self.layers,
@@ -129,7 +129,7 @@ class Exchanges:
             policy=policy,
             deadline=deadline,
             join_deadline=self.settings.join_deadline,
-            samples={client.index: client.samples for client in cohort},
+            samples={client.index: client.samples for client in cohort if trains},  # a loader may yield some samples twice
             believing=self.believing,
             called=self.called,
         )
