@@ -46,7 +46,7 @@ def compare(
     folder = Path(output or f"runs/compare-{datetime.now():%Y%m%d-%H%M%S}")
     try:
         errors = compared(methods, seeds, parse_overrides(run_config), folder, jobs)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         raise refused(error) from error
     if errors:
         raise typer.Exit(1)
@@ -92,7 +92,7 @@ def sweep(
     try:
         chosen = read(file, variant, data, parse_overrides(run_config))
         errors = carry_out(chosen, folder, jobs, retry, only, dry_run=dry_run)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         raise refused(error) from error
     except KeyboardInterrupt:
         console.print(f"interrupted; the same command continues with the remaining runs ({folder})")
@@ -180,7 +180,7 @@ def report(
             made = write_report(folders[0], planned=dict(read(folders[0] / FILE).named()))
         else:
             made = write_report(output, runs=folders)
-    except (ConfigError, ValueError, FileNotFoundError) as error:
+    except (ConfigError, ValueError, OSError) as error:
         raise refused(error) from error
     for path in made:
         console.print(str(path), highlight=False, soft_wrap=True)

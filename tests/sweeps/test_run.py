@@ -83,12 +83,12 @@ def test_a_cell_that_ran_on_another_device_and_engine_is_finished_and_kept_as_it
 
 
 def test_what_cannot_be_run_is_said_before_anything_runs(tmp_path: Path) -> None:
-    """The same checks as before a single run, which has tests of all of them."""
     tables = {"run": {**TINY, "model": "resnet19"}, "axes": {"method": {"GN": {"method": "gn"}}}}
     with naming("'resnet19'", ConfigError):
         run.check(run.plan(parse(tables, "x", "", "", {}), tmp_path).todo)
-    (tmp_path / "wrong.toml").write_text("[run]\nround = 3\n")
-    ends_with_a_sentence("sweep", tmp_path / "wrong.toml", "--output", tmp_path / "out", about="round")
+    for key, output, about in (("round", "out", "round"), ("rounds", "wrong.toml", "/wrong.toml")):
+        (tmp_path / "wrong.toml").write_text(f"[run]\n{key} = 3\n")
+        ends_with_a_sentence("sweep", tmp_path / "wrong.toml", "--output", tmp_path / output, about=about)
     assert not (tmp_path / "out").exists()
 
 
