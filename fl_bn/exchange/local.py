@@ -12,7 +12,7 @@ import ctypes
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -76,7 +76,7 @@ class Turns:
 
         Ctrl-C ends the tasks, too: they would go on to draw from the generators.
         """
-        at_start, threads = random_states(), dict[int, int]()
+        at_start, threads, futures = random_states(), dict[int, int](), list[Future[T]]()
 
         def work(index: int) -> T:
             Turns._here.turn, threads[index] = (self, index), threading.get_ident()
@@ -88,14 +88,14 @@ class Turns:
                 self._next()
 
         with ThreadPoolExecutor(max(1, len(tasks)), "client") as pool:
-            futures = [pool.submit(work, index) for index in range(len(tasks))]
-            self._next()
             try:
+                futures.extend(pool.submit(work, index) for index in range(len(tasks)))
+                self._next()
                 wait(futures)
             except BaseException as error:
-                for index, thread in threads.items():
-                    if not futures[index].done():
-                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(type(error)))
+                for index, future in enumerate(futures):
+                    if not future.done():  # 0 is no thread: a task that has not begun is let go on
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threads.get(index, 0)), ctypes.py_object(type(error)))
                         self._go[index].release()
                 raise
         set_random_states(at_start)
