@@ -24,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 SUPERNODE, SUPEREXEC = "flower-supernode", "flower-superexec"
-PAUSE, SHORTER = 1.0, 0.2  # seconds that Flower's SuperExec sleeps between two questions, and that it sleeps here
+PAUSE, SHORTER = 1.0, 0.1  # seconds that Flower's SuperExec sleeps between two questions, and that it sleeps here
 GRACE = 8.0  # seconds that the programs have to end
 ASKING = 3.0  # seconds that Flower sleeps between two questions to the server; it sleeps less only while its app works
 IDLE = 60.0  # seconds without a message after which the pause is Flower's again

@@ -16,7 +16,6 @@ from tests.exchange.cohorts import Answer, ExchangeFailed, Key, Local, Quantity,
 
 HEADER = Header("fedtan", "exchange", 3, "0123")
 KEYS = [Key("stem.bn", Quantity.MOMENTS), Key("", Quantity.MEAN, 1), Key("a/b.c", Quantity.GRADIENTS, 2)]
-ANSWERS = [Answer(torch.full((2,), float(i), dtype=torch.float64), 10 * i + 1, i + 1) for i in range(3)]
 
 
 def same(a: Answer, b: Answer) -> bool:

@@ -63,7 +63,7 @@ def test_a_secure_run_is_the_plain_one_up_to_rounding(name: str, clients: list[S
 ALGORITHM_2 = METHODS["fbn"](momentum=0.1, report="all")
 
 
-@pytest.mark.sample("settings1")
+@pytest.mark.sample("settings0")
 @pytest.mark.parametrize(("settings", "weights"), [(DSGD, "samples"), (STEPS, "samples"), (EPOCHS, "uniform")])
 def test_gradients_epochs_and_uniform_weights(settings: LocalTraining, weights: str, clients: list[Samples]) -> None:
     model = seeded_network("plain")

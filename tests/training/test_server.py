@@ -19,6 +19,7 @@ from fl_bn.federation.aggregation import BLOCK, NO_DEFENCE, Defence, Drift, TooF
 from fl_bn.federation.optimizers import server_optimizer
 from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.replies import Intake
+from fl_bn.federation.schema import Schema, Spec
 from fl_bn.federation.server import Server
 from fl_bn.federation.values import Reply, RoundReplies
 from fl_bn.methods import METHODS
@@ -104,8 +105,10 @@ def test_who_makes_the_result_overflow_is_named_and_left_out_of_the_next_round(d
     before, sections = one.shared.tensors(), one.shared.sections()
     last = [*sections["weights"]][-1]  # the others have taken their step before
     huge = {**sections["weights"], last: torch.full_like(sections["weights"][last], -large)}
-    came = [Reply(client, {**sections}, 10, 10, {"steps": 2.0, "loss": 1.0}, largest=10.0) for client in range(4)]
-    came[1] = replace(came[1], sections={**sections, "weights": huge}, largest=large)
+    arrays = {name: tensor.numpy() for name, tensor in huge.items()}
+    read = Schema({"weights": {name: Spec(x.shape, x.dtype.name) for name, x in arrays.items()}})
+    came = [Reply(client, {**sections}, 10, 10, {"steps": 2.0, "loss": 1.0}) for client in range(4)]
+    came[1] = replace(came[1], sections={**sections, "weights": huge}, largest=read.check({"weights": arrays}))
     assert not one.conclude(RoundReplies(range(4), came))
     assert same(before, one.shared.tensors())
     assert one.left_out == {1}
