@@ -254,7 +254,7 @@ class SiteFolder(Folder):
         "where the layer-wise exchange may be: HOST or HOST:PORT, separated by commas; empty: at the host in superlink", "", _hosts
     )
     dataset: str = _line(
-        "this site's own data: npz, folder, csv, a torchvision set, package.module:function; empty: its share of the run's (rehearsal)",
+        "this site's own data: npz, folder, csv, package.module:function; empty: its share of the run's (rehearsal)",
         "",
     )
     data_path: str = _line("where these data are; npz and CSV files are separated by commas", "")

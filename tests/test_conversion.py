@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from fl_bn.bn.conversion import convert
 from fl_bn.bn.kinds import Unconvertible
 from fl_bn.bn.layers import FederatedBatchNorm, HybridBatchNorm
-from fl_bn.bn.roles import UnknownTensor, roles
+from fl_bn.bn.roles import OF_BATCH_NORM, UnknownTensor, roles
+from fl_bn.federation.schema import Locality
 from fl_bn.methods import METHODS
 from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.methods.normalisers import StaticBatchNorm
@@ -25,6 +27,16 @@ COHORT = dict.fromkeys(("fedtan", "fedtan2", "fedavg-alg2"), CohortBatchNorm)
 SHARED = {"hbn": HybridBatchNorm, "fbn": FederatedBatchNorm, "static-bn": StaticBatchNorm, **COHORT}  # normalise with shared statistics
 KINDS = {**dict.fromkeys(("gn", "ln", "in", "gn-ws"), nn.GroupNorm), **dict.fromkeys(("fixup", "fedfn", "fedwon"), ScaleShift), **SHARED}
 every_method = listed("name", METHODS)
+
+
+def test_a_method_may_keep_any_layer_at_home() -> None:
+    model = seeded_network("cnn")
+    last = replace(METHODS["fbn"](), local_in=lambda layers: {layers[-1]: OF_BATCH_NORM})
+    *others, home = [name for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)]
+    table = Locality.of(convert(model, last), last)
+    assert (table.shared_statistics, table.home_statistics) == ((*others,), (home,))
+    with naming("conv9"):
+        convert(model, replace(last, local_in=lambda layers: {"conv9": OF_BATCH_NORM}))
 
 
 def around(norm: nn.Module) -> nn.Sequential:
@@ -89,7 +101,7 @@ class Extended(nn.BatchNorm2d):
 
 
 ALL, NONE = set(METHODS), set[str]()
-STATISTICS = {"fixbn", "silobn", *SHARED}
+STATISTICS = {name for name, make in METHODS.items() if make().needs_running} | {*SHARED}
 REPLACING = {name for name, make in METHODS.items() if make().layer is not None and make().local_in is None}
 LAYERS: dict[str, tuple[Callable[[], nn.Module], set[str], str]] = {  # a layer, the methods that refuse it, and words of the reason
     "a subclass": (lambda: Renamed(4), NONE, ""),

@@ -111,6 +111,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
             be sent.
         UnknownTensor: fl-bn does not know a tensor of a norm layer.
         TypeError: ``model`` is no network, or ``method`` is no method.
+        ValueError: ``method`` keeps a layer at home that the network lacks.
     """
     check_kinds(model, method)
     check_complete(model)
@@ -118,7 +119,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
     freeze_statistics(model, False)  # the model may be a copy that was made in a frozen round
     remember_modes(model)
     norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) or kind_of(module) is not None]
-    ordinary = {name for index, name in enumerate(norms) if Role.STATISTIC in method.home(name, index)}
+    ordinary = {name for name, roles in method.home(norms).items() if Role.STATISTIC in roles}
     for name, module in list(model.named_modules()):
         own = replace(method, layer=None) if name in ordinary else method
         _refuse(_wrong_layer(module, own), _named(name, module))
@@ -145,7 +146,8 @@ def check_converted(model: nn.Module, method: Method) -> None:
         return
     example = None if method.layer is None else method.layer(nn.BatchNorm2d(next(iter(layers.values())).num_features))
     own = getattr(type(example), "way", type(example)) if isinstance(example, SharedNorm) else None
-    replaced = [name for index, name in enumerate(layers) if own and Role.STATISTIC not in method.home(name, index)]
+    home = method.home(layers)
+    replaced = [name for name in layers if own and Role.STATISTIC not in home.get(name, ())]
     right = {name for name in replaced if own and isinstance(layers[name], own)}
     wrong = [name for name, layer in layers.items() if isinstance(layer, SharedNorm) and name not in right] or ([] if right else replaced)
     if wrong:

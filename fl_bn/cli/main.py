@@ -197,7 +197,7 @@ def layers(
     channels: Annotated[int, typer.Option(help="channels of the images; of a table: its inputs, with --image-size 1")] = 3,
     image_size: Annotated[int, typer.Option(help="pixels along each side")] = 32,
     buffers: Annotated[str, typer.Option(help="roles of buffers, as in the run-config key buffers")] = "",
-    tensors: Annotated[bool, typer.Option("--tensors", help="also print a line per tensor: name, role, shape, dtype")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="also print a line per tensor: name, role, shape, dtype, place")] = False,
 ) -> None:
     """Show which normalisation layers a model has, and what a method does with each of their tensors.
 
@@ -205,7 +205,7 @@ def layers(
     server and at all clients.
     """
     from fl_bn import convert
-    from fl_bn.bn.roles import parse_buffer_roles, roles, set_buffer_roles
+    from fl_bn.bn.roles import parse_buffer_roles, set_buffer_roles
     from fl_bn.federation.composition import describe_layers, looks_like_norm, no_batch_norm
     from fl_bn.federation.network import Network
     from fl_bn.methods import METHODS
@@ -222,10 +222,11 @@ def layers(
             console.print(line, highlight=False)
         for line in map(escaped, filter(None, [no_batch_norm(source, METHODS[method]()), *looks_like_norm(source)])):
             console.print(line, highlight=False)
-        state = converted.state_dict()
-        for name, role in roles(converted).items() if tensors else ():
-            typer.echo(f"{escaped(name)}  {role.value}  {tuple(state[name].shape)}  {str(state[name].dtype).removeprefix('torch.')}")
-        console.print(f"signature {Network(converted, METHODS[method]()).signature}", highlight=False)
+        network = Network(converted, METHODS[method]())
+        for name, tensor in converted.state_dict().items() if tensors else ():
+            kind = f"{network.locality.role[name].value}  {tuple(tensor.shape)}  {str(tensor.dtype).removeprefix('torch.')}"
+            typer.echo(f"{escaped(name)}  {kind}  {network.locality.place[name].value}")
+        console.print(f"signature {network.signature}", highlight=False)
     except ValueError as error:
         raise refused(error) from error
 

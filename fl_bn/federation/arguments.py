@@ -62,10 +62,9 @@ class FederationSpec(RunSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse(
-            (self.engine == VECTORISED and self.workers > 1,
-             f"with engine='vectorised', workers must be 0 or 1, since one process computes the cohort, but got {self.workers}"),
-        )  # fmt: skip
+        if self.engine == VECTORISED and self.workers > 1:
+            why = "with engine='vectorised', workers must be 0 or 1, since one process computes the cohort"
+            raise ValueError(f"{why}, but got {self.workers}")
 
 
 def _function(value: Any) -> bool:

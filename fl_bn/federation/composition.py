@@ -82,10 +82,9 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
 
 def check_weights(method: Method, client_weights: str) -> None:
     """Raise ValueError if ``method`` is FedTAN's and weights are not ``samples``."""
-    refuse(
-        (client_weights != "samples" and method.exchanges,
-         f"{method.name} weights clients by the sizes of their batches: client_weights must be 'samples', but got {client_weights!r}"),
-    )  # fmt: skip
+    if client_weights != "samples" and method.exchanges:
+        what = f"{method.name} weights clients by the sizes of their batches"
+        raise ValueError(f"{what}: client_weights must be 'samples', but got {client_weights!r}")
 
 
 def check_rates(objective: Objective, optimizer: Optimizer, others: Sequence[float] = ()) -> None:
@@ -111,10 +110,8 @@ def check_rates(objective: Objective, optimizer: Optimizer, others: Sequence[flo
 
 def check_learns(model: nn.Module) -> None:
     """Raise ValueError unless ``model`` has a parameter that can be trained."""
-    refuse(
-        (not any(parameter.requires_grad for parameter in model.parameters()),
-         f"{type(model).__name__} has no parameter with requires_grad=True, so there is nothing to train"),
-    )  # fmt: skip
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True, so there is nothing to train")
 
 
 def has_batch_norm(model: nn.Module) -> bool:

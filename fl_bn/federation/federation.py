@@ -300,10 +300,10 @@ class Federation:
     def resume(self, path: str | Path) -> None:
         """Load what ``checkpoint`` saved, into a federation made with the same arguments.
 
-        ``run(rounds)``, with the same number, then continues after the saved round,
-        or starts another run if the saved one was over. On the CPU the results are
-        bit for bit those without interruption, if every loader is ``SeededBatches``
-        or has its own generator.
+        ``run(rounds)``, with the same number, then continues after the saved round;
+        it yields nothing if the saved run was over. Another number begins a new run
+        after one that was over. On the CPU the results are bit for bit those without
+        interruption, if every loader is ``SeededBatches`` or has its own generator.
 
         Raises:
             ValueError: The file is damaged, or was saved with another network,
@@ -344,7 +344,7 @@ class Federation:
             raise ValueError(reason)
         if state is None:
             return 1, 0
-        if state.round >= state.rounds:
+        if state.round >= state.rounds != rounds:
             LOGGER.info("the saved run of %s rounds is over: run(%s) starts a new run from the saved model", state.rounds, rounds)
             return 1, 0
         if rounds != state.rounds:

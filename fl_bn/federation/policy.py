@@ -99,7 +99,7 @@ class RunSpec(Options):
     prefix: ClassVar[str] = ""
 
     fraction: float = option(1.0, "fraction of the clients that train in a round", "(0, 1]")
-    evaluate_every: int = option(1, "rounds between evaluations; the last round is always evaluated", ">= 1", run=5)
+    evaluate_every: int = option(1, "rounds between evaluations; the last planned round is always evaluated", ">= 1", run=5)
     seed: int = option(0, "decides partition, initial weights, cohorts, batches and dropout", ">= 0")
     calibrate: int = option(
         AS_METHOD,

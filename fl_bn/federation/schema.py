@@ -53,9 +53,9 @@ class Locality:
     def of(cls, model: nn.Module, method: Method) -> Locality:
         """Compute the table of ``model``, converted for ``method``."""
         layers = batch_norms(model)
-        numbered = {layer: (name, index) for index, (name, layer) in enumerate(layers.items())}
+        local = {layers[name]: roles for name, roles in method.home(layers).items()}
         every = model.named_modules(remove_duplicate=False)  # a layer that is used twice has two names
-        home = {name: method.home(*numbered[layer]) for name, layer in every if layer in numbered}
+        home = {name: local[layer] for name, layer in every if layer in local}
         role = roles(model)
         place = {name: method.place(one, home.get(name.rpartition(".")[0], frozenset())) for name, one in role.items()}
         at = {name: place.get(tensor_name(name, "running_mean")) for name in layers}  # a layer may have no running statistics

@@ -210,10 +210,8 @@ class Schedule(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse(
-            (self.kind == "milestones" and not self.milestones,
-             "learning-rate-schedule='milestones' needs milestones: set learning-rate-milestones, for example to '0.5:0.1'"),
-        )  # fmt: skip
+        if self.kind == "milestones" and not self.milestones:
+            raise ValueError("learning-rate-schedule='milestones' needs milestones: set learning-rate-milestones, for example to '0.5:0.1'")
 
     def __call__(self, round: int, rounds: int) -> float:
         """Return the learning rate of ``round`` (from 1) in a run of ``rounds`` rounds."""

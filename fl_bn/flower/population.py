@@ -144,7 +144,7 @@ class Population:
             silent = len(self._online) - here - len(self._refused)
             unknown = f"{silent} nodes did not introduce themselves" if silent else "no other node came"
             _, why = next(iter(self._refused.values()), (None, unknown))
-            return f"{why}. {here} of {self.least} nodes may take part: mend the cause, start others, or lower min_available_nodes"
+            return f"{why}. {here} nodes may take part, {self.least} are needed: mend the cause, start others, or lower min_available_nodes"
         missing = self.called.clients(sorted(set(range(self.policy.clients)) - self.clients.keys()))
         advice = f"start the others, lower `clients` or `clients-at-start`, set min-sites, or wait-timeout={max(600.0, 5 * wait):.0f}"
         return f"only {here} of {needed} clients came within {wait:.0f} s (missing: {missing}): {advice}"

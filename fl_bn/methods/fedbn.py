@@ -13,6 +13,7 @@ layer's statistics. With shared statistics, the layers above do not depend on a
 client's labels.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fl_bn.bn.roles import OF_BATCH_NORM, Role
@@ -36,9 +37,9 @@ def single() -> Method:
     return Method("single", local=frozenset(Role))
 
 
-def first_layer(layer: str, index: int) -> frozenset[Role]:
-    """Return all roles for the network's first BatchNorm layer, else none."""
-    return OF_BATCH_NORM if index == 0 else frozenset()
+def first_layer(layers: Sequence[str]) -> dict[str, frozenset[Role]]:
+    """Return all roles of the network's first BatchNorm layer."""
+    return {layers[0]: OF_BATCH_NORM}
 
 
 @takes(FBNOptions)

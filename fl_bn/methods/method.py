@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -197,10 +197,10 @@ class Method:
         prepare: changes the rest of the converted network. The log shows its
             docstring's first line.
         local: roles of tensors that never leave their client, which stores them.
-        local_in: ``(layer, index) -> roles``: the roles that are local in the
-            BatchNorm layer of this name and place, beside ``local``. If statistics
-            are among them, ``layer`` does not replace it. None: all layers are
-            alike.
+        local_in: ``layers -> {layer: roles}``: from the names of all BatchNorm
+            layers, in order, the roles that are local in some of them, beside
+            ``local``. If statistics are among them, ``layer`` does not replace it.
+            None: all layers are alike.
         report: what clients report after training.
         combine: computes new shared statistics from the reports on a layer.
         phase: ``(round, rounds) -> Phase``. Rounds count from 1.
@@ -236,7 +236,7 @@ class Method:
     layer: Callable[[_BatchNorm], nn.Module] | None = None
     prepare: Callable[[nn.Module], nn.Module] | None = None
     local: frozenset[Role] = frozenset()
-    local_in: Callable[[str, int], frozenset[Role]] | None = None
+    local_in: Callable[[Sequence[str]], Mapping[str, frozenset[Role]]] | None = None
     report: StatisticsReport = StatisticsReport.NOTHING
     combine: Callable[[LayerReports], Running] = keep
     phase: Callable[[int, int], Phase] = always_train
@@ -272,9 +272,17 @@ class Method:
             return Place.DOWN_ONLY
         return {Role.COUNTER: Place.COUNTER, Role.STATISTIC: Place.STATISTIC}.get(role, Place.SHARED)
 
-    def home(self, layer: str, index: int) -> frozenset[Role]:
-        """Return the roles that stay at home in one layer, beside ``local``."""
-        return frozenset() if self.local_in is None else self.local_in(layer, index)
+    def home(self, layers: Iterable[str]) -> Mapping[str, frozenset[Role]]:
+        """Return layer -> the roles that stay at home in it alone, beside ``local``.
+
+        Raises:
+            ValueError: ``local_in`` names a layer that is not in ``layers``.
+        """
+        names = tuple(layers)
+        home = self.local_in(names) if self.local_in and names else {}
+        if other := home.keys() - {*names}:
+            raise ValueError(f"{self.name} keeps {min(other)} at home, but the network's BatchNorm layers are {', '.join(names)}")
+        return home
 
     def shares(self, role: Role) -> bool:
         """Return whether this role is shared, but for layers with ``local_in``."""
