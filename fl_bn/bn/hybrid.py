@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_bn.bn.moments import channel_moments
+from fl_bn.bn.moments import channel_moments, ordinary
 
 Affine = tuple[Tensor | None, Tensor | None]
 """Weight and bias (C,); either may be missing."""
@@ -60,7 +60,7 @@ def normalise(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tenso
         batch: mean and biased variance of ``x``, (C,) each, detached.
         eps: added to the variance.
     """
-    return _Normalise.apply(x, *affine, logit_C, *shared, *batch, eps)  # type: ignore[no-any-return]
+    return _Normalise.apply(ordinary(x), *affine, logit_C, *shared, *batch, eps)  # type: ignore[no-any-return]
 
 
 def plain(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor], eps: float) -> Tensor:

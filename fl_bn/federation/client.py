@@ -94,6 +94,7 @@ class LocalRound:
         self.finish = Finish()  # the objective's tensors at the end of the round
         self._open = False
         self.auxiliary = self.settings.auxiliary if self.trains else ()  # the tensors that are sent with the weights
+        self._ids = frozenset(map(id, self.model.parameters()))
         self.loaded = client_tensors.load(self.copy, instruction, kept, self.settings.objective, self.auxiliary)
 
     @property
@@ -110,10 +111,6 @@ class LocalRound:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that this round's optimiser updates, by name."""
         return self.copy.trainable(self.phase)
-
-    @cached_property
-    def _ids(self) -> frozenset[int]:
-        return frozenset(map(id, self.model.parameters()))
 
     @cached_property
     def shared(self) -> frozenset[str]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fl_bn.federation.shared_model import SharedModel
 
 LOGGER = logging.getLogger("flwr")
+REGISTER = "fl_bn.register_batch_norm(%s, convert=...)"  # makes fl-bn treat a class as BatchNorm
 SHOWN = 3  # the largest number of layers of one kind that a message names
 UNMEASURED = (
     "round %s: %s of the %s BatchNorm layers (%s) were reached by no %s, so under %s they normalise with the statistics that the network "
@@ -127,12 +128,7 @@ def no_batch_norm(model: nn.Module, method: Method) -> str:
     if method.has_statistics:
         words = f"{words}, but method {method.name} is about the statistics of BatchNorm: take fedavg, or a network with BatchNorm"
     lookalikes = {type(layer).__name__: None for layer in unknown_norms(model).values()}
-    return words + "".join(f". If {kind} is BatchNorm, register it: {registering(kind)}" for kind in lookalikes)
-
-
-def registering(kind: str) -> str:
-    """Return the call that makes fl-bn treat another class as BatchNorm."""
-    return f"fl_bn.register_batch_norm({kind}, convert=...)"
+    return words + "".join(f". If {kind} is BatchNorm, register it: {REGISTER % kind}" for kind in lookalikes)
 
 
 def check_layers(model: nn.Module, method: Method) -> None:
@@ -149,7 +145,7 @@ def looks_like_norm(model: nn.Module) -> list[str]:
             by_kind[type(layer).__name__].append(name or "the model")
     return [
         f"{', '.join(names)} ({kind}): looks like BatchNorm, but its class is not known as BatchNorm, so its tensors are treated like "
-        f"those of any other layer. If it is BatchNorm, register it: {registering(kind)}"
+        f"those of any other layer. If it is BatchNorm, register it: {REGISTER % kind}"
         for kind, names in by_kind.items()
     ]
 

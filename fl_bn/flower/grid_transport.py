@@ -30,6 +30,7 @@ from fl_bn.flower.wire.codec import add_to_config, arrays_of, header_for, tensor
 from fl_bn.flower.wire.messages import STATISTICS
 from fl_bn.flower.wire.messaging import Decoded, Reading, receive
 from fl_bn.methods import Phase
+from fl_bn.robust.attacks import LABEL_FLIP
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.wire import WireError, printable
 from fl_bn.task import CLASSIFICATION, Task
@@ -44,9 +45,14 @@ Pair = tuple[ArrayRecord | None, MetricRecord | None]
 
 @dataclass
 class Round:
-    """Hold one training round: its instruction, the replies, and what the hooks returned."""
+    """Hold one training round: its instruction, the replies, and what the hooks returned.
 
-    before: Named
+    Attributes:
+        before: Shared and auxiliary tensors, the optimiser's buffers and
+            ``KeptTensors.counted`` before it.
+    """
+
+    before: tuple[Named, Named, Named, dict[int, int]]
     instruction: Instruction
     replies: RoundReplies
     returned: Pair = None, None
@@ -187,7 +193,8 @@ class GridTransport(Transport):
         number, strategy, before = instruction.round, self.strategy, self.shared.tensors()
         assert strategy is not None, "a round belongs to a start"
         arrays, self.cohort = self.outward(before), self.everyone()  # the cohort of an override that does not call super()
-        self._round = now = Round(before, instruction, RoundReplies([], [], {}))
+        whole = before, self.shared.auxiliary_tensors(), self.server.optimizer.buffers(), {**self.kept.counted}
+        self._round = now = Round(whole, instruction, RoundReplies([], [], {}))
         messages, cohort = strategy._configured("train", number, arrays, self.train_config)
         drawn, self.cohort = self.cohort, cohort
         now.replies = RoundReplies([client.index for client in cohort], [], {})
@@ -288,7 +295,10 @@ class GridTransport(Transport):
         if metrics is not None:
             self.result.train_metrics_clientapp[self.record.round] = metrics
         if arrays is None:
-            self.shared.load(now.before)
+            tensors, auxiliary, buffers, self.kept.counted = now.before
+            self.shared.restore(tensors, auxiliary)
+            self.server.optimizer.restore(buffers)
+            self.server.record = replace(self.record, aggregated=False)
             return False
         if not self.unchanged(arrays):
             self.shared.load(self.inward(arrays))
@@ -388,7 +398,7 @@ class GridTransport(Transport):
         """
         clients = self.everyone()
         decoded = self.disclosures.note(replies, clients, self.exchanges.session, self.record.round, without_training)
-        if self.method.adversary is None or self.method.adversary.flips_labels:
+        if self.method.adversary is None or self.method.adversary.attack == LABEL_FLIP:
             return decoded
         from fl_bn.flower.adversary import corrupt  # for experiments alone
 

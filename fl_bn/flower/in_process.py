@@ -141,7 +141,7 @@ class InProcessGrid(Grid):
 
     def _start_workers(self, messages: list[Message]) -> None:
         if self._workers is None and self._timing is not None:
-            rounds = [_round(message) for message in messages if _trains(message)]
+            rounds = [_round(message) for message in messages if message.metadata.message_type == MessageType.TRAIN]
             if rounds and self._timing.worth_it(rounds[0]):
                 self._workers = Workers(self._timing.workers)
 
@@ -174,7 +174,7 @@ class InProcessGrid(Grid):
     def _answer(self, message: Message) -> Message:
         begin = time.perf_counter()
         answer = _answer_of(self._app, message, self._contexts[message.metadata.dst_node_id])
-        if self._timing is not None and _trains(message) and not _exchange_token(message):
+        if self._timing is not None and message.metadata.message_type == MessageType.TRAIN and not _exchange_token(message):
             self._timing.note(_round(message), time.perf_counter() - begin)
         return answer
 
@@ -270,10 +270,6 @@ def _answer_of(app: ClientApp | str, message: Message, context: Context) -> Mess
 
 def _in_worker(app: ClientApp | str, message: Message, context: Context) -> tuple[Message, RecordDict]:
     return _answer_of(app, message, context), context.state
-
-
-def _trains(message: Message) -> bool:
-    return message.metadata.message_type == MessageType.TRAIN
 
 
 def _round(message: Message) -> int:

@@ -270,7 +270,7 @@ class LegacyRounds(OwnAppStrategy):
         if arrays is None or not told:
             return arrays, metrics
         given = ndarrays_to_parameters(self.whole(arrays))
-        parameters, own = self._asked_hook("fit", given, server_round, told)
+        parameters, own = self._asked_hook("fit", given, server_round, told, self.transport.cohort)
         if own:
             self.history.add_metrics_distributed_fit(server_round, own)
         if parameters is None:
@@ -284,7 +284,7 @@ class LegacyRounds(OwnAppStrategy):
         told = _told(replies, self.transport.evaluations.clients, self.transport.record.client_evaluation) if metrics is not None else []
         if metrics is None or not told:
             return metrics
-        loss, own = self._asked_hook("evaluate", metrics.get("loss", math.nan), server_round, told)
+        loss, own = self._asked_hook("evaluate", metrics.get("loss", math.nan), server_round, told, self.transport.evaluations.clients)
         if loss is not None:
             self.history.add_loss_distributed(server_round, loss)
         if own:
@@ -297,10 +297,12 @@ class LegacyRounds(OwnAppStrategy):
         config.update({} if (config_fn := getattr(self.older, f"on_{name}_config_fn")) is None else config_fn(server_round))
         return config
 
-    def _asked_hook(self, name: str, found: Any, server_round: int, told: list[Any]) -> Any:
-        combine = getattr(self.older, f"{name}_metrics_aggregation_fn")
+    def _asked_hook(self, name: str, found: Any, server_round: int, told: list[Any], asked: Sequence[Client]) -> Any:
+        combine, counted = getattr(self.older, f"{name}_metrics_aggregation_fn"), {one.cid for one, _ in told}
+        failures = [RuntimeError(f"client {one.index}: reply not used") for one in asked if str(one.index) not in counted]
         self._found = found, {} if combine is None else combine([(one.num_examples, one.metrics) for _, one in told])
-        return getattr(self.older, f"aggregate_{name}")(server_round, told, [])
+        self._found = (None, {}) if failures and not self.older.accept_failures else self._found
+        return getattr(self.older, f"aggregate_{name}")(server_round, told, failures)
 
 
 def _told(replies: Sequence[Message], clients: Sequence[Client], counted: Collection[int]) -> list[Any]:

@@ -17,7 +17,7 @@ from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.schema import COMPARE, START
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.federation.values import Reply, nbytes, to_numpy
-from fl_bn.flower.compat import log
+from fl_bn.flower.compat import log, simulates
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.wire.codec import OURS, add_to_config, tensors_of, to_record
 from fl_bn.flower.wire.messages import ASK_HELLO, HELLO, client_differs, greeting
@@ -97,12 +97,13 @@ class Population:
         If too few come in time, ``RunFailed`` is raised.
         """
         begin = enough = time.monotonic()
-        complete, logged = self.least > 0 and isinstance(self.grid, InProcessGrid), -1  # complete: no further node will ever come
+        fixed, logged = self.least > 0 and (isinstance(self.grid, InProcessGrid) or simulates(self.grid)), -1  # no further node comes
         while True:
             problem, now = self.greet(), time.monotonic()
             if len(self._online) < self.least and now - begin < self.policy.timeout:
                 enough = now
-            late = complete or now - enough > self.policy.wait
+            answered = fixed and bool(self._online) and self._online <= self._claims.keys() | self._refused.keys()
+            late = answered or now - enough > self.policy.wait
             if late and 0 < self.policy.min_sites <= len(self.clients):
                 for index in set(range(self.policy.clients)) - self.clients.keys() - self.absent.keys():
                     self._do_without(index, f"it did not come within {self.policy.wait:.0f} s")
@@ -339,10 +340,10 @@ class KeptTensors:
     def begin_with(self, arrays: ArrayRecord) -> None:
         """Let the run start from ``arrays``, and send them to clients that have none."""
         own, tensors = self._shared.model.state_dict(), tensors_of(arrays)
-        for name in {**tensors, **self._shared.tensors()}:
-            given, here = (str(tuple(one[name].shape)) if name in one else "nothing" for one in (tensors, own))
+        for k in {**tensors, **self._shared.tensors()}:
+            given, here = (str(tuple(one[k].shape)) if k in one else "nothing" for one in (tensors, own))
             if given != here:
-                raise ValueError(f"initial_arrays: expected shape {here} of {printable(name)}, but got {given}: give net.state_dict()")
+                raise ValueError(f"initial_arrays: {printable(k)} needs shape {here}, not {given}: give convert(net, method).state_dict()")
         self._shared.load(tensors)
         self._sends = True
 

@@ -116,7 +116,7 @@ class CohortBatchNorm(SharedNorm):
         mean_C, var_C = moments.values.to(x.device).chunk(2)
         key = Key(live.name, Quantity.GRADIENTS, call)
         back = exchange if self.share_gradients else None
-        y: Tensor = _Normalise.apply(x, self.weight, self.bias, mean_C, var_C, self.eps, key, back, moments)
+        y: Tensor = _Normalise.apply(ordinary(x), self.weight, self.bias, mean_C, var_C, self.eps, key, back, moments)
         if y.requires_grad:
             y.register_hook(live.went)
         return y

@@ -150,11 +150,6 @@ class Adversary:
             raise ValueError(f"an attack needs at least one Byzantine client, but got f={self.f}")
         check_name("an attack's target (on)", self.on, ON)
 
-    @property
-    def flips_labels(self) -> bool:
-        """Return whether the Byzantine clients train honestly on flipped labels."""
-        return self.attack == LABEL_FLIP
-
     def rows(self, honest: np.ndarray, f: int, damage: Damage) -> np.ndarray:
         """Return the Byzantine rows (f, d), from the honest ones (h, d).
 

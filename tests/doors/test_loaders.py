@@ -144,7 +144,7 @@ FORMS: dict[str, Callable[[Tensor], Any]] = {
 def test_inputs_of_any_form_train_what_plain_tensors_do(method: str) -> None:
     def trained(form: str) -> tuple[list[Any], list[Tensor]]:
         clients = [[(FORMS[form](x), y) for x, y in zip(*(t.split(8) for t in made(client, 24)), strict=True)] for client in range(3)]
-        model = nn.Sequential(Dense(), *net(16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+        model = nn.Sequential(Dense(), *net(16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Linear(16, 3))
         fed = Federation(model, METHODS[method](), clients, test=clients[0])
         records = [(record.loss, record.evaluation) for record in fed.run(2)]
         return records, [*fed.model.state_dict().values(), *fed.client_model(0).state_dict().values()]

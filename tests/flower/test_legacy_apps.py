@@ -141,6 +141,18 @@ def test_the_hooks_of_a_strategy_of_one_s_own_are_called_with_what_the_method_ma
     assert strategy.seen[0] == ({"sites": CLIENTS}, [(str(i), SAMPLES, f"site {i}") for i in range(CLIENTS)])
 
 
+class Counts(FedAvg):
+    def aggregate_fit(self, server_round: int, results: list[Any], failures: list[Any]) -> Any:
+        assert (len(results), len(failures)) == (CLIENTS - 1, 1)
+        return super().aggregate_fit(server_round, results, failures)
+
+
+def test_a_client_that_fails_is_a_failure_which_a_strategy_need_not_accept() -> None:
+    client = overriding(Client, "fit", lambda result: result[: 2 + (result[2]["site"] != "site 1")])
+    ran(client=client, strategy=Counts, rounds=1)
+    refused(lambda: ran(client=client, accept_failures=False, rounds=1), RunFailed, "nothing was trained")
+
+
 # What is refused
 
 

@@ -12,6 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, Strategy
 
 from fl_bn import EarlyStop, methods
+from fl_bn.federation.optimizers import server_optimizer
 from fl_bn.flower import FBN, HBN, FedAvgBN, FedBN, FixBN, InProcessGrid, OwnAppStrategy, Rounds, RunFailed
 from fl_bn.methods import METHODS
 from fl_bn.objectives import PLAIN, Objective, Scaffold
@@ -51,16 +52,20 @@ def test_a_hook_may_leave_clients_out_and_change_what_is_aggregated() -> None:
 
         def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
             arrays, metrics = super().aggregate_train(server_round, replies)
-            if arrays is None:
+            if arrays is None or server_round == 2:
                 return None, None
             state = arrays.to_torch_state_dict()
             state["0.bias"] = torch.full_like(state["0.bias"], 3.0, dtype=torch.float64)  # rounded to the network's
             return ArrayRecord(state), MetricRecord({**metrics, "mine": 1.0})
 
-    result = ran(Mine(net(), fraction_evaluate=0), own_app("fedavg"), rounds=3)
+    once, mine = (Mine(net(), fraction_evaluate=0, optimizer=server_optimizer("fedavgm")) for _ in range(2))
+    first, result = ran(once, own_app("fedavg"), rounds=1), ran(mine, own_app("fedavg"), rounds=3)
     assert [[c.client for c in record.accepted] for record in result.records] == [[1, 2], [1, 2], []]
+    assert [record.aggregated for record in result.records] == [True, False, False]  # a round that a hook rejects leaves no momentum
+    of_one, of_three = ({k: b.tolist() for k, b in one.transport.server.optimizer.buffers().items()} for one in (once, mine))
+    assert of_one == of_three != {}
     assert torch.equal(tensors(result)["0.bias"], torch.full((6,), 3.0))
-    assert result.train_metrics_clientapp[2]["mine"] == 1.0
+    assert first.train_metrics_clientapp[1]["mine"] == 1.0
 
 
 def test_a_hook_that_aggregates_by_itself_needs_no_super() -> None:

@@ -29,10 +29,6 @@ def without(node: int, **more: Any) -> Change:
     return lambda record: {name: value for name, value in {**record, **more}.items() if name != str(node)}
 
 
-def another_key() -> bytes:
-    return public_key_to_bytes(generate_key_pairs()[1])
-
-
 SET_UP: dict[str, tuple[Change, str]] = {  # and a word of the refusal
     "fewer than 3 clients": (with_fields(sample_num=2, share_num=2, threshold=2), "shares"),
     "more shares than clients": (with_fields(share_num=7, threshold=4), "shares"),
@@ -46,7 +42,10 @@ SET_UP: dict[str, tuple[Change, str]] = {  # and a word of the refusal
     "a vector without keys": (with_fields(stage="collect_masked_vectors"), "stage"),
 }
 SHARE_KEYS: dict[str, tuple[Change, str]] = {
-    "other keys for this client": (lambda r: {**r, str(VICTIM): [another_key(), r[str(VICTIM)][1]]}, "false keys"),
+    "other keys for this client": (
+        lambda r: {**r, str(VICTIM): [public_key_to_bytes(generate_key_pairs()[1]), r[str(VICTIM)][1]]},
+        "false keys",
+    ),
     "without this client's keys": (without(VICTIM), "keys of 5"),
     "keys of fewer clients": (without(3), "keys of 5"),
     "keys of a node outside the cohort": (lambda r: without(3)({**r, "9": r["3"]}), "cohort"),

@@ -56,18 +56,13 @@ def earlier(reply: Reply) -> Reply:
     return started(methods.fedavg, 0)[1][reply.client]
 
 
-def of_fixbn(reply: Reply) -> Reply:
-    """What the client would send to round 2 of a FixBN run: the same tensors."""
-    return started(methods.fixbn)[1][reply.client]
-
-
 NO_REPLY: dict[str, tuple[Callable[[Reply], Any], str]] = {  # and how the refusal begins
     "weight=-32": (lambda r: replace(r, weight=-32), "metrics/weight: "),
     "samples=-5": (lambda r: replace(r, samples=-5, weight=-5), "metrics/samples: "),
     "loss of text": (told(loss="low"), "metrics/loss: "),
     "metrics a list": (lambda r: replace(r, metrics=[1.0]), "metrics: "),  # type: ignore[arg-type]
     "of round 1": (earlier, "reply/round: "),
-    "of FixBN": (of_fixbn, "reply/signature: "),
+    "of FixBN": (lambda r: started(methods.fixbn)[1][r.client], "reply/signature: "),  # the same tensors
     "a list": (first(W.tolist()), "weights/0.weight: "),
     "sparse": (first(W.to_sparse()), "weights/0.weight: "),
     "complex": (first(torch.complex(W, W).conj()), "weights"),

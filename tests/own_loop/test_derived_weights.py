@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import pytest
 import torch
@@ -95,15 +94,11 @@ def test_one_local_step_is_plain_pytorch_s_on_the_union(kind: str, door: str) ->
     assert not farthest(ours, plain(kind, 2)) < 1e-3  # control: the weights have moved
 
 
-def after_two_rounds(optimizer: str) -> Any:
-    rounds = own_rounds(derived("old spectral norm"), FEDAVG, [[(X, Y)]] * 2, [range(2)] * 3, optimizer=server_optimizer(optimizer))
-    return [done.state for done in rounds][1]
-
-
 def test_clients_that_start_ahead_get_the_singular_vectors_of_their_start() -> None:
     """FedACG sends weights that are ahead of the shared ones; FedAvg, the control, sends these themselves."""
     for name in ("fedacg", "fedavg"):
-        state = after_two_rounds(name)
+        rounds = own_rounds(derived("old spectral norm"), FEDAVG, [[(X, Y)]] * 2, [range(2)] * 3, optimizer=server_optimizer(name))
+        state = [done.state for done in rounds][1]
         sent = state.instruction().sections["weights"]
         sigma = torch.dot(sent["1.weight_u"], torch.mv(sent["1.weight_orig"], sent["1.weight_v"]))
         assert abs(float(sigma / torch.linalg.matrix_norm(sent["1.weight_orig"], 2)) - 1) < 1e-9

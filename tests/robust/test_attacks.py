@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fl_bn.robust.attacks import ATTACKS, GRID, Adversary, Attack, Damage, alie, foe, mimic, optimised, sign_flip, z_max
+from fl_bn.robust.attacks import GRID, Adversary, Attack, Damage, alie, foe, mimic, optimised, sign_flip, z_max
 from tests.listed import listed
 from tests.refusals import naming
 
@@ -83,7 +83,3 @@ def test_sign_flipping_leaves_the_variances() -> None:
 def test_what_makes_no_adversary(arguments: tuple[Any, ...], word: str) -> None:
     with naming(word):
         Adversary(*arguments)
-
-
-def test_label_flipping_alone_is_on_the_data() -> None:
-    assert [name for name in ATTACKS if Adversary(name, 2).flips_labels] == ["label-flip"]

@@ -36,7 +36,7 @@ class FlowerClient(NumPyClient):
             "pre_train_loss": pre_train_loss,
             "pre_train_acc": pre_train_acc,
         }
-        return self.get_weights(), len(self.trainloader), metrics
+        return self.get_weights(), len(self.trainloader.dataset), metrics
 
     def evaluate(self, parameters, config):
         self.set_weights(parameters)
