@@ -138,6 +138,7 @@ def run_cell(cell: Cell) -> None:
 
 
 def _run(cell: Cell) -> None:
+    from fl_bn.app.assembly import client_samples
     from fl_bn.app.centralised import run_centralised
 
     begin, config = time.monotonic(), cell.config.to_mapping()
@@ -159,6 +160,7 @@ def _run(cell: Cell) -> None:
     finally:
         LOGGER.handlers = before
         handler.close()
+        client_samples.cache_clear()  # copies of the data
     cell.write_outcome("finished", time.monotonic() - begin)
 
 
