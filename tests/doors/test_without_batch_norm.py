@@ -8,7 +8,7 @@ from torch import nn
 
 from fl_bn import convert, local_round, methods, server_state
 from fl_bn.flower import OwnAppStrategy
-from fl_bn.methods import METHODS, Method, Role
+from fl_bn.methods import METHODS, Role
 from tests.conformance.cases import every_method
 from tests.doors.doors import DOORS, apart, through, wide
 from tests.federation import random_samples
@@ -25,11 +25,6 @@ def bare(norm: type[nn.Module] | None = nn.LayerNorm) -> nn.Sequential:
 DATA = wide([random_samples(n, size=2, seed=n) for n in (5, 9)])
 
 
-def convert_for_a_round(method: Method) -> None:
-    with local_round(convert(bare(), method), method, server_state(bare(), methods.fedavg(), rounds=1).instruction()):
-        pass
-
-
 @pytest.mark.parametrize("door", DOORS)
 @every_method
 def test_a_method_about_statistics_is_refused_and_one_that_is_averaging_says_so(
@@ -41,7 +36,7 @@ def test_a_method_about_statistics_is_refused_and_one_that_is_averaging_says_so(
         with naming(f"method {method_name} is about"):
             through(door, bare(), method, DATA, 1)
         with naming("BatchNorm"):
-            convert_for_a_round(method)
+            local_round(convert(bare(), method), method, server_state(bare(), methods.fedavg(), rounds=1).instruction()).__enter__()
         with naming("BatchNorm"):
             OwnAppStrategy(bare(), method)
         return

@@ -34,6 +34,11 @@ class Scenario(NamedTuple):
     policy: dict[str, Any] = {}
     meets: bool = False
 
+    @property
+    def living(self) -> bool:
+        """Return whether a client's replies depend on other clients' replies, so that recorded replies cannot be used."""
+        return self.secure or self.meets
+
 
 def robust(rule: str) -> Defence:
     return Defence(1, rule, rule)
@@ -59,6 +64,7 @@ SCENARIOS: dict[str, Scenario] = {
     "fedtan2 meeting": Scenario("fedtan2", policy={"exchange": MEETING, "at_clients": True}, meets=True),
     "fedtan meeting robust": Scenario("fedtan", robust("median"), policy={"exchange": MEETING}, meets=True),
 }
+CANNED = [name for name, scenario in SCENARIOS.items() if not scenario.living]
 SECURE = [name for name, scenario in SCENARIOS.items() if scenario.secure]
 
 
@@ -139,6 +145,18 @@ class PlayingGrid(LyingGrid):
         if node == LIAR + 1:
             return self.liar.answer(message, turn, asked, cloned(content))
         return Message(cloned(content), reply_to=message)
+
+
+class LivingGrid(LyingGrid):
+    """Let real clients answer, because their replies depend on earlier ones."""
+
+    def _answer(self, message: Message) -> Message:
+        asked, node = what(message), message.metadata.dst_node_id
+        answer = super()._answer(message)
+        if node != LIAR + 1 or not answer.has_content():
+            return answer
+        turn = self.turns[node] = self.turns.get(node, 0) + 1
+        return self.liar.answer(message, turn, asked, answer.content)
 
 
 class Liar:

@@ -77,10 +77,6 @@ def of_another_network(round: Any, x: Tensor, y: Tensor) -> None:
     SGD(net().parameters(), RATE).step()
 
 
-def before_the_gradients(round: Any, x: Tensor, y: Tensor) -> None:
-    SGD(round.model.parameters(), RATE).step()
-
-
 def with_a_scratch_buffer(round: Any, x: Tensor, y: Tensor) -> None:
     """As positional encodings that are made when the first input comes."""
     round.model.register_buffer("scratch", torch.ones(4), persistent=False)
@@ -95,11 +91,6 @@ def then(change: Callable[[Any], Any]) -> Step:
         change(round.model)
 
     return loop
-
-
-def learning_scales(round: Any, x: Tensor, y: Tensor) -> None:
-    round.model.requires_grad_(True)
-    plain(round, x, y)
 
 
 def half(round: Any, x: Tensor, y: Tensor) -> None:
@@ -117,10 +108,10 @@ BROKEN: list[tuple[str, str, list[Method], Step]] = [
     ("steps", "0.weight", [FEDAVG], without_gradients),
     ("moved", "", [FEDAVG], still),
     ("moved", "", [FEDAVG], of_another_network),
-    ("moved", "", [FEDAVG], before_the_gradients),
+    ("moved", "", [FEDAVG], lambda round, x, y: SGD(round.model.parameters(), RATE).step()),  # before there are gradients
     ("frozen", "1.running_mean", FIXED, then(lambda model: update_bn(clients(), model))),
     ("frozen", "1.running_var", FIXED, then(lambda model: model.load_state_dict({**model.state_dict(), "1.running_var": torch.zeros(8)}))),
-    ("frozen", "1.weight", STILL, learning_scales),
+    ("frozen", "1.weight", STILL, lambda round, x, y: plain(SimpleNamespace(model=round.model.requires_grad_(True)), x, y)),
     ("objects", "layer '1'", ALL, then(nn.SyncBatchNorm.convert_sync_batchnorm)),
     ("objects", "parameter '0.weight'", ALL, then(assigned)),
     ("objects", "parameter '3.weight'", ALL, then(lambda model: parametrizations.weight_norm(model[3]))),

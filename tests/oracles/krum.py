@@ -79,11 +79,6 @@ RULES: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = { 
 }
 
 
-def one_honest(row: Row) -> nn.Module:
-    """Run FBN with one honest client. Its variances are others: Bessel's factor has the cohort's count."""
-    return fbn.FBN(replace(row, clients=row.clients[:1], cohorts=())).run()
-
-
 def against(name: str) -> Row:
     right, wrong = RULES[name]
     others = {other: defended(rule) for other, (rule, _) in RULES.items() if other != name} | {"other neighbours": defended(wrong)}
@@ -94,7 +89,8 @@ def against(name: str) -> Row:
 (HONEST,), (GARBAGE,) = make_clients(6), make_clients(6, seed=1)
 ROWS = [
     *map(against, RULES),
-    Row("robust fbn: a Byzantine client changes nothing", one_honest, {"no defence": {"defence": ()}}, "fbn", {"momentum": 0.1}, "resnet",
+    Row("robust fbn: a Byzantine client changes nothing", lambda row: fbn.FBN(replace(row, clients=row.clients[:1], cohorts=())).run(),
+        {"no defence": {"defence": ()}}, "fbn", {"momentum": 0.1}, "resnet",  # variances are others: Bessel's factor has the cohort's count
         clients=[HONEST] * 3 + [[(50 * x, y) for x, y in GARBAGE]] + [HONEST] * 2, defence=(1, "nnm+median", "nnm+median"), rounds=1,
         doors=(*BOTH, "flower", "application"), only=("weight", "bias", "mean")),
 ]  # fmt: skip
