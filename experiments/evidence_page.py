@@ -132,12 +132,14 @@ def short(claims: Sequence[Tested], page: str) -> str:
     lines = ["| the paper says | we measured | so |", "|---|---|---|"]
     for one in decided:
         lines.append(f"| [{one.claim.claim}]({page}#{one.anchor}): {_paper(one)} | {_ours(one)} | {one.verdict} |")
-    for one in claims:  # questions of ours whose answer is against the method
+    against: list[tuple[str, str, str]] = []  # questions of ours whose answer is against the method: one row
+    for one in claims:
         for own, _, outcomes in one.own:
-            if against := [outcome for outcome in outcomes if outcome.state == AGAINST]:
-                asked = f"[our question]({page}#{own.id}): {'; '.join(str(outcome.comparison) for outcome in against)}"
-                measured = "; ".join(map(_measured, against))
-                lines.append(f"| {asked} | {measured} | {one.answer(own, outcomes)} |")
+            if wrong := [outcome for outcome in outcomes if outcome.state == AGAINST]:
+                asked = f"[{'; '.join(str(outcome.comparison) for outcome in wrong)}]({page}#{own.id})"
+                against.append((asked, "; ".join(map(_measured, wrong)), one.answer(own, outcomes)))
+    if against:
+        lines.append(f"| we asked: {' | '.join('<br>'.join(column) for column in zip(*against, strict=True))} |")
     lines += ["", f"Of {len(claims)} claims of the five papers {len(run)} have runs here: {len(decided)} decided{others} ([all]({page}))."]
     return "\n".join(lines) + "\n"
 
@@ -238,6 +240,7 @@ def _paper(one: Tested) -> str:
     said = "figure only"
     if comparison.gap is not None:
         said = f"{comparison.gap:+.1f}" if comparison.paper else f"about {comparison.gap:+.0f}"
+    said += "" if one.main.limit is None else f" (near: within {one.main.limit:.1f})"
     return f"{comparison}: {said}"
 
 
