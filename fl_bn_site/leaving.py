@@ -197,7 +197,7 @@ def _evaluation(found: Sections, metrics: Mapping[str, Any]) -> None:
     own: Iterator[Any] = (record for name, record in metrics.items() if not name.startswith(OURS))
     values = {name: value for record in (*own, metrics.get(METRICS, {})) for name, value in record.items()}
     behind = _whole(values.get("fewest")) or _whole(values.get("samples")) or _whole(values.get("num-examples"))
-    _add(found, "evaluation", 0, NUMBER * sum(isinstance(value, float) for value in values.values()), behind)
+    _add(found, "evaluation", 0, sum(size(v) for k, v in values.items() if k not in ("fewest", "samples", "num-examples")), behind)
 
 
 def _configs(found: Sections, configs: Mapping[str, Any]) -> None:
@@ -225,4 +225,4 @@ def _least_count(record: Mapping[str, Any]) -> int:
 
 
 def _whole(value: object) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
+    return int(value) if isinstance(value, int | float) and 1 <= value < LARGEST_NUMBER else 0

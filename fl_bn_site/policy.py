@@ -178,7 +178,7 @@ class Policy:
         """
         limits = dict(node_config)
         if self.min_samples:
-            limits |= {"min-samples": max(self.min_samples, limits.get("min-samples", 0)), "share-label-counts": False}
+            limits["min-samples"] = max(self.min_samples, limits.get("min-samples", 0))
         for name, most in (("max-evaluations", self.max_evaluations), ("max-unknown-rounds", self.max_unknown_rounds)):
             if most is not None:
                 limits[name] = min(most, limits.get(name, most))

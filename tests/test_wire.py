@@ -13,7 +13,10 @@ from tests.listed import listed
         ("<class 'ZeroDivisionError'>:<'division\nby zero'>", "ZeroDivisionError: division by zero"),
         ("<class 'ValueError'>:<'it's > 0, and ends like <'this'>'>", "ValueError: it's > 0, and ends like <'this'>"),
         ("<class 'a.B'>:<'cut", "B: cut"),
-        ("<class 'RayTaskError(C)'>:<'ray::run()\n  x\na.B: of 'y'\n\nThe above exception was the direct cause of it", "B: of 'y'"),
+        (
+            "\nKeyError: 1\n\nThe above exception was the direct cause\nB: of\n'y'\n\nThe above exception was the direct cause",
+            "B: of 'y'",
+        ),
         ("<class '" + "a" * 10**6, "<class '" + "a" * (REASON - 8) + " ..."),
         ("\x1b[31mred", " [31mred"),
         (None, ""),

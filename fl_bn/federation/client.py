@@ -87,14 +87,13 @@ class LocalRound:
         self.in_own_loop, self.observes = in_own_loop, self.reports in OBSERVED
         self._connect, self._exchanging = connect, ExitStack()
         self.exchange: Exchange | None = None  # the layer-wise exchange, once the client has joined it
-        self._first_samples = 0
         self._observing = ExitStack()
         self._rates: list[float] = []  # of the steps of a user's own optimisers
         self._lent: Lent | None = None  # None as long as nothing is trained
         self.finish = Finish()  # the objective's tensors at the end of the round
         self._open = False
         self.auxiliary = self.settings.auxiliary if self.trains else ()  # the tensors that are sent with the weights
-        self._ids = frozenset(map(id, self.model.parameters()))
+        self._first_samples, self._ids = 0, frozenset(map(id, self.model.parameters()))
         self.loaded = client_tensors.load(self.copy, instruction, kept, self.settings.objective, self.auxiliary)
 
     @property

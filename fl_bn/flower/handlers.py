@@ -275,8 +275,9 @@ Answer = Callable[[Any, Message, Context], Message]
 
 
 def _hello(build: Build, message: Message, context: Context) -> Message:
-    introduction = {**build(context).introduce(), "version": here()} | ({"label-counts": "[]"} if Limits.of(context).secure else {})
-    return Message(RecordDict({HELLO.name: ConfigRecord({**introduction})}), reply_to=message)
+    limits, told = Limits.of(context), {**build(context).introduce(), "version": here()}
+    told |= {"label-counts": "[]"} if limits.secure or limits.min_samples else {}
+    return Message(RecordDict({HELLO.name: ConfigRecord({**told})}), reply_to=message)
 
 
 def _kept(build: Build, message: Message, context: Context) -> Message:

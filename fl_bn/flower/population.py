@@ -97,12 +97,12 @@ class Population:
         If too few come in time, ``RunFailed`` is raised.
         """
         begin = enough = time.monotonic()
-        fixed, logged = self.least > 0 and (isinstance(self.grid, InProcessGrid) or simulates(self.grid)), -1  # no further node comes
+        fixed, logged = self.least > 0 and (isinstance(self.grid, InProcessGrid) or simulates(self.grid)), -1
         while True:
             problem, now = self.greet(), time.monotonic()
             if len(self._online) < self.least and now - begin < self.policy.timeout:
                 enough = now
-            answered = fixed and bool(self._online) and self._online <= self._claims.keys() | self._refused.keys()
+            answered = fixed and self._claims.keys() | self._refused.keys() >= self._online == {*self.grid.get_node_ids()} > set()
             late = answered or now - enough > self.policy.wait
             if late and 0 < self.policy.min_sites <= len(self.clients):
                 for index in set(range(self.policy.clients)) - self.clients.keys() - self.absent.keys():

@@ -13,7 +13,7 @@ REASON = 500  # most characters of another side's error in a log and a record
 END = "'>"
 RAISED = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>:<'")  # Flower's report of an error in a ClientApp: <class 'a.B'>:<'message'>
 
-RAY = re.compile(r"\n(?:[\w.]*\.)?(\w+): ([^\n]*)\n+The above exception was the direct cause")  # Ray's
+RAY = re.compile(r"\n(?:[\w.]*\.)?(\w+): ((?:.|\n)*?)\n\nThe above exception was the direct cause")
 
 
 class WireError(ValueError):
@@ -47,8 +47,8 @@ def reason(text: str | None) -> str:
 
     If a ClientApp raised the error, the line is ``CLASS: MESSAGE``.
     """
-    if ray := RAY.search(text or ""):
-        text = f"{ray[1]}: {ray[2]}"
+    if ray := RAY.findall((text or "")[-8 * REASON :]):
+        text = ": ".join(ray[-1])
     text = (text or "")[: 4 * REASON]
     if raised := RAISED.match(text):
         text = f"{raised[1]}: {text[raised.end() :].removesuffix(END)}"

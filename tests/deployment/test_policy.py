@@ -46,9 +46,8 @@ def test_the_template_s_lines_can_be_set_and_limits_reach_the_app(tmp_path: Path
     assert policy(tmp_path, text) == Policy(("fedbn", "hbn"), (), "signed", (alice,), 8.0, 8, 40, 0)
     # the app's gate gets the stricter of policy and node config
     eight = policy(tmp_path, "min-samples = 8\nmax-evaluations = 5\nmax-unknown-rounds = 2\n")
-    limits = {"min-samples": 8, "share-label-counts": False, "max-evaluations": 5, "max-unknown-rounds": 2}
-    assert eight.limits({"device": "cpu"}) == {"device": "cpu", **limits}
-    stricter = {"min-samples": 30, "share-label-counts": False, "max-evaluations": 3, "max-unknown-rounds": 0}
+    assert eight.limits({"device": "cpu"}) == {"device": "cpu", "min-samples": 8, "max-evaluations": 5, "max-unknown-rounds": 2}
+    stricter = {"min-samples": 30, "max-evaluations": 3, "max-unknown-rounds": 0}
     assert eight.limits(stricter) == stricter
     assert policy(tmp_path, "# no line").limits({"min-samples": 3}) == {"min-samples": 3}
 

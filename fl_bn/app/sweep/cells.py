@@ -160,7 +160,7 @@ def _run(cell: Cell) -> None:
     finally:
         LOGGER.handlers = before
         handler.close()
-        client_samples.cache_clear()  # copies of the data
+        client_samples.cache_clear()
     cell.write_outcome("finished", time.monotonic() - begin)
 
 
