@@ -24,7 +24,7 @@ SHOWN = {
 }  # fmt: skip
 """Attribute of ``Measured`` -> its name in the table."""
 TRAINED = """Your network is pre-trained, unlike the table's. Of one that we fine-tuned at four sites, method='fixbn' freeze-after=0
-was ahead of all others, by 3 points or more (docs/how-to/fine-tune.md)."""
+led on photographs, not on digits: compare it with fedbn (docs/how-to/fine-tune.md)."""
 UNTRAINED = "Is your network pre-trained? Then give its model-weights: the table is of new networks."
 
 
