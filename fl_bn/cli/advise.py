@@ -23,8 +23,8 @@ SHOWN = {
     "local_steps": "local steps",
 }  # fmt: skip
 """Attribute of ``Measured`` -> its name in the table."""
-TRAINED = """Your network is pre-trained, unlike the table's. Of one that we fine-tuned at four sites, method='fixbn' freeze-after=0
-led on photographs, not on digits: compare it with fedbn (docs/how-to/fine-tune.md)."""
+TRAINED = """Your network is pre-trained, unlike the table's. Of one we fine-tuned at four sites, method='fixbn' freeze-after=0
+led on photographs, not on digits: compare fedbn (docs/how-to/fine-tune.md)."""
 UNTRAINED = "Is your network pre-trained? Then give its model-weights: the table is of new networks."
 
 
