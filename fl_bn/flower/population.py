@@ -102,6 +102,7 @@ class Population:
             problem, now = self.greet(), time.monotonic()
             if len(self._online) < self.least and now - begin < self.policy.timeout:
                 enough = now
+            # all nodes are known by now, and have answered
             answered = fixed and self._claims.keys() | self._refused.keys() >= self._online == {*self.grid.get_node_ids()} > set()
             late = answered or now - enough > self.policy.wait
             if late and 0 < self.policy.min_sites <= len(self.clients):

@@ -16,6 +16,7 @@ import pytest
 from torch import nn
 
 from experiments.kept import finished
+from fl_bn.app.assembly import client_samples
 from fl_bn.app.config import ConfigError, RunConfig
 from fl_bn.app.sweep import run
 from fl_bn.app.sweep.cells import Cell, run_cell
@@ -46,6 +47,7 @@ def test_what_another_process_runs_is_left_alone(tmp_path: Path) -> None:
     assert not cell.path.exists()
     run_cell(cell)  # control: held by nobody
     assert cell.finished()
+    assert not client_samples.cache_info().currsize  # copies of the data would pile up, cell by cell
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".npz") == ["run", "run.log"]
 
 
