@@ -111,7 +111,8 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
             be sent.
         UnknownTensor: fl-bn does not know a tensor of a norm layer.
         TypeError: ``model`` is no network, or ``method`` is no method.
-        ValueError: ``method`` keeps a layer at home that the network lacks.
+        ValueError: ``method`` keeps a layer at home that the network lacks, or single
+            layers, and replaces the others.
     """
     check_kinds(model, method)
     check_complete(model)
@@ -134,6 +135,9 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
             break
     if method.prepare is not None:
         model = method.prepare(model)
+    # the table of places asks by these names again
+    if method.home(norms) and norms != [*batch_norms(model)]:
+        raise ValueError(f"{method.name} replaces BatchNorm: no single layer can stay at home")
     state_constants(model)
     _refuse(_wrong_tensors(model, method))
     return model

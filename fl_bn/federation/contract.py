@@ -115,14 +115,15 @@ class Lent:
         model = self._round.model
         now = {**fixed_statistics(model, all=True), **dict(model.named_parameters())} if self._frozen else {}
         for name, tensor in self._frozen.items():
-            if _differs(tensor, now[name]):
+            # loops may move the model
+            if not torch.equal(tensor, now[name].detach().to(tensor.device)):
                 yield "frozen", f"{name} is fixed in this round, but changed", name
 
     def _broken_by_loop(self) -> Iterator[tuple[str, str, str]]:
         round, now = self._round, dict(self._round.model.named_parameters())
         if round.private:
             yield from self._broken_by_opacus()
-        moved = next((name for name, tensor in self._values.items() if _differs(tensor, now[name])), "")
+        moved = next((name for name, x in self._values.items() if not torch.equal(x, now[name].detach().to(x.device))), "")
         if round.steps and round.mean_rate and not moved:  # a warm-up may begin at 0
             yield "moved", f"the loop made {round.steps} steps, but no parameter moved", ""
         if moved and not round.steps:
@@ -189,7 +190,3 @@ def fixed_statistics(model: nn.Module, all: bool = False) -> dict[str, Tensor]:
         if layer.running_mean is not None and (all or (isinstance(layer, OwnBatchNorm) and (layer.frozen or isinstance(layer, CONSTANT))))
         for key in ("running_mean", "running_var")
     }
-
-
-def _differs(before: Tensor, now: Tensor) -> bool:
-    return not torch.equal(before, now.detach().to(before.device))  # loops may move the model

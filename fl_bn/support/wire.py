@@ -13,7 +13,7 @@ REASON = 500  # most characters of another side's error in a log and a record
 END = "'>"
 RAISED = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>:<'")  # Flower's report of an error in a ClientApp: <class 'a.B'>:<'message'>
 
-# the same on Ray: a traceback, cause by cause
+# on Ray: a traceback, cause by cause
 RAY = re.compile(r"\n(?:[\w.]*\.)?(\w+): ((?:.|\n)*?)\n\nThe above exception was the direct cause")
 
 
