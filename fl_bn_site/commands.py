@@ -153,7 +153,6 @@ def supernode(site: SiteFolder) -> Command:
         "--packages": site.packages,
         "--apps": site.apps_socket,
         "--clientappio": site.clientappio,
-        "--poll-seconds": site.poll_seconds,
     }
     argv = (sys.executable, "-P", "-m", GATE, *_flat(own), "--", *_flat(options))
     return Command("supernode", argv, _environment(site.node_dir), site.path)

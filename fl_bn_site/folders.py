@@ -93,7 +93,6 @@ def _are_folders(folders: tuple[str, ...]) -> bool:
 
 _port = _must(lambda port: 0 < port < 65536, "1..65535")
 _some = _must(lambda number: number >= 1, "at least 1")
-_pace = _must(lambda seconds: 0.1 <= seconds <= 60, "0.1..60 seconds")
 _seconds = _must(lambda seconds: seconds > 0, "above 0 seconds")
 _device = _must(re.compile(r"auto|cpu|cuda(:\d+)?").fullmatch, "auto, cpu, cuda, cuda:1, ...")  # as the key device of a run config
 _given = _must(bool, "a text that is not empty")
@@ -264,7 +263,6 @@ class SiteFolder(Folder):
     device: str = _line("auto (a GPU if there is one), cpu, cuda:1, ...", "auto", _device)
     state_dir: Path = _line("what must survive a crash of this machine (local layers, momentum): back it up", "state", _given)
     clientappio: str = _line("plaintext in Flower 1.25, so this machine only", "127.0.0.1:9094", host_port)
-    poll_seconds: float = _line("seconds between requests to the server while a run is active (3 without a run)", 0.5, _pace)
     policy: Path = _line("the policy: in which runs this site takes part; without the file, in none", "policy.toml", _given)
     audit: Path | None = _line("folder of the audit log, which says what left this site; empty: node/audit", "")
 

@@ -34,7 +34,7 @@ from fl_bn_site.answer import Answer, Site
 from fl_bn_site.apps import PACKET, PROGRAM, fork, listen
 from fl_bn_site.commands import COMPAT, of_1_25
 from fl_bn_site.folders import host_port
-from fl_bn_site.programs import SUPEREXEC, SUPERNODE, end, listens, start
+from fl_bn_site.programs import SUPEREXEC, SUPERNODE, end, listens, start, wait_less
 
 SOCKET = "gate.sock"  # in the home of the gate: the command connects there
 SECRET = "superexec.secret"  # there, too: without it, each user of this machine could take messages of Flower 1.42 and answer them
@@ -88,6 +88,7 @@ def _work(run: Callable[[], None], connection: socket.socket, listener: socket.s
         signal.signal(number, signal.SIG_DFL)
     sys.argv = [PROGRAM, *json.loads(connection.recv(PACKET))]
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    wait_less()
     run()
 
 
@@ -112,16 +113,15 @@ def write_command(home: Path) -> None:
     os.environ["PATH"] = str(folder)
 
 
-def options(words: list[str]) -> tuple[Site, float, str, dict[str, list[str]]]:
-    """Split a command line: the site, the seconds between two questions, ``clientappio``, and the arguments of SuperNode and SuperExec."""
+def options(words: list[str]) -> tuple[Site, str, dict[str, list[str]]]:
+    """Split a command line: the site, ``clientappio``, and the arguments of SuperNode and SuperExec."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("home", "policy", "audit", "packages", "apps"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--clientappio", required=True)
-    parser.add_argument("--poll-seconds", type=float, required=True)
     parser.add_argument("supernode", nargs="+")
     given = vars(parser.parse_args(words))
-    supernode, address, poll = (given.pop(name) for name in ("supernode", "clientappio", "poll_seconds"))
+    supernode, address = (given.pop(name) for name in ("supernode", "clientappio"))
     superexec = ["--insecure"]
     if of_1_25():
         supernode += ["--clientappio-api-address", address]
@@ -133,7 +133,7 @@ def options(words: list[str]) -> tuple[Site, float, str, dict[str, list[str]]]:
         for words in (supernode, superexec):
             words += ["--superexec-auth-secret-file", str(given["home"].absolute() / SECRET)]
     site = Site(**{name: path.absolute() for name, path in given.items()})
-    return site, poll, address, {SUPERNODE: supernode, SUPEREXEC: superexec}
+    return site, address, {SUPERNODE: supernode, SUPEREXEC: superexec}
 
 
 def main() -> None:
@@ -142,15 +142,15 @@ def main() -> None:
     Raises:
         SystemExit: A program of Flower has ended.
     """
-    site, poll, address, arguments = options(sys.argv[1:])
+    site, address, arguments = options(sys.argv[1:])
     listener = listen(site.home / SOCKET)
     write_command(site.home)
     shutil.rmtree(site.home / "flower/supernode/ffs", ignore_errors=True)  # Flower keeps each package that a server has sent
     run = flowers_program(Answer(site))
     gc.freeze()  # the pages of what is imported stay shared with the forked processes
-    node = start(SUPERNODE, arguments[SUPERNODE], poll, listener, lambda: True)
+    node = start(SUPERNODE, arguments[SUPERNODE], listener, lambda: True)
     # Where another site of this machine has the address, a SuperExec would take that site's messages.
-    programs = [node, start(SUPEREXEC, arguments[SUPEREXEC], poll, listener, partial(listens, node.pid, host_port(address)[1]))]
+    programs = [node, start(SUPEREXEC, arguments[SUPEREXEC], listener, partial(listens, node.pid, host_port(address)[1]))]
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: sys.exit(0))
     try:

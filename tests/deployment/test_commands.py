@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from flwr.cli.build import build_fab_from_disk
+from flwr.common import inflatable_utils
 from flwr.common.args import try_obtain_root_certificates, try_obtain_server_certificates
 from flwr.common.config import parse_config_args
 from flwr.server.app import _parse_args_run_superlink
@@ -45,9 +46,8 @@ def test_flower_accepts_the_superlink_and_the_supernode(server: ServerFolder, si
     tls_servers.write_line(site.path / "site.toml", "dataset", "npz")
     tls_servers.write_line(site.path / "site.toml", "data-path", "my data.npz")
     site = SiteFolder.read(site.path)
-    gate, poll, _, programs = options(list(commands(site)[0].argv[4:]))
+    gate, _, programs = options(list(commands(site)[0].argv[4:]))
     assert gate == Site(*(site.path / name for name in ("node", "policy.toml", "node/audit", "packages", "run/apps.sock")))
-    assert poll == site.poll_seconds
     args = _parse_args_run_supernode().parse_args(programs[SUPERNODE])
     assert (args.superlink, args.isolation, args.clientappio_api_address) == ("fl.example.org:21092", "process", "127.0.0.1:9094")
     assert try_obtain_root_certificates(args, args.superlink) == files[0]
@@ -63,6 +63,7 @@ def test_flower_accepts_the_superlink_and_the_supernode(server: ServerFolder, si
     assert [str(site.private_key) in " ".join(one.argv) for one in commands(site)] == [True, False], "the app is not told where the key is"
     said = Path(start_client_internal.__file__).read_text()
     assert (LOST in said, OVER in said) == (True, True), "what the SuperNode ends at"
+    assert "early_stop.wait(sleep_time)" in Path(inflatable_utils.__file__).read_text(), "the wait for a tensor that is shortened"
 
 
 def test_configs_come_back_as_they_were_or_are_refused() -> None:
