@@ -120,7 +120,8 @@ def combine(
     """Combine the clients' moments into new shared statistics per layer, in float64.
 
     A layer with fewer than ``least`` values per channel in total keeps its
-    statistics: one value has no variance. ``pace`` is the round's learning rate
+    statistics: one value has no variance. So does one that too few clients ran for
+    the rule of ``defence``. ``pace`` is the round's learning rate
     over that of round 1, ``scales`` as in ``SharedModel``.
     """
     new = dict(shared)
@@ -130,7 +131,7 @@ def combine(
     for name in shared:
         parts = [report[name] for report in reports if name in report]
         total = sum(part.count for part in parts)
-        if total < least:
+        if total < least or (defence is not None and defence.too_few(sum(part.count > 0 for part in parts))):
             continue
         mean_steps = sum(report[name].count * step for report, step in zip(reports, steps, strict=True) if name in report) / total
         momentum = layers[name].momentum
@@ -257,12 +258,16 @@ class Defence:
                 return replace(self, f=f)
         raise TooFew(problem)
 
+    def too_few(self, n: int) -> bool:
+        """Tell whether the rule for statistics cannot withstand ``f`` of ``n`` clients that ran a layer."""
+        return self.statistics != "mean" and bool(_problem(self.statistics, n, self.f))
+
     @property
     def average(self) -> Average:
         """Return the rule for statistics: a function of values (a row per client) and counts.
 
-        If few clients ran a layer, it withstands as many Byzantine ones as these
-        rows allow.
+        In an exchange of FedTAN, where few clients run a layer, it withstands as
+        many Byzantine ones as these rows allow.
         """
         if self.statistics == "mean":
             return _unweighted if self.active else weighted_mean

@@ -251,7 +251,7 @@ def _spec(name: str, tensor: torch.Tensor) -> Spec:
 
 def _reported(name: str, like: torch.Tensor) -> Spec:
     """Describe a reported statistic, bounded so that a sum over clients stays finite."""
-    mean, var = bounds(like.dtype)
+    mean, var = bounds(torch.promote_types(like.dtype, torch.float32))  # statistics are pooled in float64
     limits = (0.0, var) if name.endswith("var") else (-mean, mean)
     return Spec(tuple(like.shape), _dtype(like), *limits)
 

@@ -115,7 +115,11 @@ class DisclosureReport:
 
     def masked(self, parts: Iterable[Reply], evaluates: bool = False) -> None:
         """Record the masked replies of a secure sum, whose sum alone can be read."""
-        what = "a masked evaluation: only the mean of all can be read" if evaluates else "a masked vector: only the sum of all can be read"
+        what = (
+            "a masked evaluation: only the mean of all can be read"
+            if evaluates
+            else "a masked vector: only the sum of all can be read; counts beside it are in the clear"
+        )
         sums = [Disclosure(part.client, "masked", what, 1, nbytes(part.sections)) for part in parts]
         self._came.append((-1, lambda: sums))
 

@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from torch import Tensor, nn
 
 from fl_bn.bn.roles import Role, batch_norms
-from fl_bn.federation.aggregation import average
+from fl_bn.federation.aggregation import TooFew, average
 from fl_bn.federation.record import batches_trained, fits, over_clients
 from fl_bn.federation.replies import REPLIED, Expected
 from fl_bn.federation.schema import KEPT, Schema, kept_layers
@@ -206,5 +206,10 @@ def kept_average(run: GridTransport, number: int) -> tuple[dict[str, Tensor], di
     sent = run.messages(f"query.{KEPT}", Instruction(number, Phase.MEASURE, {}), clients, {})
     parts, refused, _ = Reading(clients, header, expected).all(run.overheard(run.receive(sent)))
     tensors = [part.sections[KEPT] for part in parts]
-    means = average(tensors, [1.0] * len(tensors)) if tensors else {}
+    try:
+        defence = run.server.defence.among(len(tensors), len(refused))
+    except TooFew as error:
+        log(logging.WARNING, "the layers for unseen clients are those that every client began with: %s", error)
+        return {}, refused
+    means = {} if not tensors else defence.update(tensors, None)[0] if defence.active else average(tensors, [1.0] * len(tensors))
     return {name: mean.to(tensors[0][name].dtype) for name, mean in means.items()}, refused

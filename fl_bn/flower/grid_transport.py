@@ -282,7 +282,8 @@ class GridTransport(Transport):
 
     def _secure_round(self, secure: SecureRounds, messages: Iterable[Message]) -> Pair:
         changed, parts = secure.train(self.grid, messages, self.cohort, self.timeout)
-        self.kept.note(self.record.round, parts, changed=False)
+        if self.shared.personal:  # masked replies do not say so, but all in the sum have trained
+            self.kept.rounds |= {part.client: self.record.round for part in parts}
         if not changed:
             return None, None
         return self.outward(self.shared.tensors()), MetricRecord({"loss": parts[0].loss, "samples": sum(part.samples for part in parts)})

@@ -41,55 +41,37 @@ def scale(reference: Running) -> Tensor:
     return (reference.var.double() + EPS).sqrt()
 
 
-def deviations(moments: Moments, reference: Running) -> tuple[Tensor, Tensor]:
+def deviations(own: Running | Moments, reference: Running, pooled: bool) -> tuple[Tensor, Tensor]:
     """Compute deviations from the reference, with mean r and deviation s (``scale``).
 
-    ``first`` is the mean of ``(x - r) / s``, ``second`` that of ``((x - r) / s)^2 -
-    1``, both (C,), float64. They are zeros at count 0, because the layer did not
-    run.
+    Args:
+        own: a mean and a variance.
+        reference: the public statistics.
+        pooled: whether the average is to give pooled moments. ``second`` is then as above. Otherwise it is ``var / s^2 -
+            1``, for methods that average running means and variances separately (FedAvg).
+
+    Returns:
+        ``first`` and ``second``, (C,) each, float64.
     """
-    if moments.count == 0:
-        zeros = torch.zeros_like(reference.mean, dtype=torch.float64)
-        return zeros, zeros.clone()
     s = scale(reference)
-    first = (moments.mean.double() - reference.mean.double()) / s
-    return first, moments.var.double() / s.square() + first.square() - 1
+    first = (own.mean.double() - reference.mean.double()) / s
+    return first, own.var.double() / s.square() + pooled * first.square() - 1
 
 
-def from_deviations(count: int, first: Tensor, second: Tensor, reference: Running) -> tuple[Moments, int]:
-    """Compute the moments of ``count`` values per channel from averages of deviations.
+def from_deviations(first: Tensor, second: Tensor, reference: Running, pooled: bool) -> tuple[Running, int]:
+    """Compute mean and variance from averages of ``deviations``.
 
     Rounding, clipping or noise may make a variance negative. It is then set to 0.
 
     Returns:
-        The moments, and how many channels' variance was set to 0.
+        Mean and variance, and how many channels' variance was set to 0.
     """
     s = scale(reference)
-    var = second + 1 - first.square()
-    return Moments(count, reference.mean.double() + s * first, s.square() * var.clamp(min=0.0)), int((var < 0).sum())
+    var = second + 1 - pooled * first.square()
+    return Running(reference.mean.double() + s * first, s.square() * var.clamp(min=0.0)), int((var < 0).sum())
 
 
-def running_deviations(running: Running, reference: Running) -> tuple[Tensor, Tensor]:
-    """Compute ``(mean - r) / s`` and ``var / s^2 - 1``, (C,) each.
-
-    They are for methods that average running means and variances separately
-    (FedAvg).
-    """
-    s = scale(reference)
-    return (running.mean.double() - reference.mean.double()) / s, running.var.double() / s.square() - 1
-
-
-def from_running_deviations(mean: Tensor, var: Tensor, reference: Running) -> tuple[Running, int]:
-    """Compute running statistics from averages of ``running_deviations``.
-
-    Returns:
-        The statistics, and how many channels' negative variance was set to 0.
-    """
-    s = scale(reference)
-    return Running(reference.mean.double() + s * mean, s.square() * (var + 1).clamp(min=0.0)), int((var + 1 < 0).sum())
-
-
-def within(first: Tensor, second: Tensor, limit: float) -> tuple[Tensor, Tensor, int]:
+def within(first: Tensor, second: Tensor, limit: float, pooled: bool) -> tuple[Tensor, Tensor, int]:
     """Bring ``deviations``, (C,) each, into a quantiser's range ``[-limit, limit]``.
 
     Returns:
@@ -97,16 +79,10 @@ def within(first: Tensor, second: Tensor, limit: float) -> tuple[Tensor, Tensor,
         ``limit`` is at least 1), and how many channels' moments were changed.
     """
     kept = first.clamp(-limit, limit)
-    var = (second + 1 - first.square()).clamp(min=0.0)
-    ratio = torch.minimum(var, limit**2 + 1 - kept.square())
+    var = (second + 1 - pooled * first.square()).clamp(min=0.0)
+    ratio = torch.minimum(var, limit**2 + 1 - pooled * kept.square())
     cut = int(((kept != first) | (ratio < var)).sum())
-    return kept, (ratio + kept.square() - 1) / limit, cut
-
-
-def running_within(mean: Tensor, var: Tensor, limit: float) -> tuple[Tensor, Tensor, int]:
-    """Bring ``running_deviations``, each separately, into a quantiser's range."""
-    kept, ratio = mean.clamp(-limit, limit), var.clamp(max=limit**2)
-    return kept, ratio / limit, int(((kept != mean) | (ratio != var)).sum())
+    return kept, (ratio + pooled * kept.square() - 1) / limit, cut
 
 
 def lost(moments: Moments, first: Tensor, reference: Running, error: float, limit: float) -> int:
@@ -122,47 +98,19 @@ def lost(moments: Moments, first: Tensor, reference: Running, error: float, limi
         error: the largest error of an average.
         limit: the quantiser's range is ``[-limit, limit]``.
     """
-    _, var = moments_error(first, reference, error, limit)
+    var = scale(reference).square() * error * (limit + 2 * first.abs() + error)
     tolerance = max(1e-3, 4 * limit * error)
     return int((var > tolerance * (moments.var + EPS)).sum())
 
 
-def level(clipping_range: float, bits: int) -> float:
-    """Return the level's width in a quantiser of ``[-clipping_range, clipping_range]``."""
-    return 2 * clipping_range / (1 << bits)
-
-
-def average_error(clipping_range: float, bits: int, weights: Sequence[float], heaviest: float = 0.0) -> float:
+def average_error(clipping_range: float, bits: int, weights: Sequence[float]) -> float:
     """Return the worst-case absolute error of a quantised average, in its values' units.
 
-    Each of n clients sends ``weight / heaviest`` times its value, with an error
-    below one level. The sum is divided by ``sum(weights) / heaviest``. The
-    average's error is below ``n * level * heaviest / sum(weights)``, one level for
-    equal weights.
-
-    Args:
-        clipping_range: the quantiser's range is ``[-clipping_range,
-            clipping_range]``.
-        bits: of the quantiser.
-        weights: one weight per client, above 0.
-        heaviest: the public divisor of weights. 0: the largest of them.
-
-    Raises:
-        ValueError: ``weights`` is empty, or the sum is not positive.
+    Each of n clients sends its weight, at most 1, times its value, with an error
+    below one of the quantiser's ``1 << bits`` levels. The sum is divided by that of
+    the weights. For equal weights, the average's error is below one level.
     """
-    total = sum(weights)
-    if not weights or total <= 0:
-        raise ValueError(f"an average needs positive weights, but got {list(weights)}")
-    return len(weights) * level(clipping_range, bits) * (heaviest or max(weights)) / total
-
-
-def moments_error(first: Tensor, reference: Running, error: float, limit: float) -> tuple[Tensor, Tensor]:
-    """Return the largest errors (C,) of ``from_deviations``'s mean and variance.
-
-    ``error`` is the largest of the averages of ``first`` and ``second / limit``.
-    """
-    s = scale(reference)
-    return s * error, s.square() * error * (limit + 2 * first.abs() + error)
+    return len(weights) * 2 * clipping_range / (1 << bits) / sum(weights)
 
 
 def beyond(named: Mapping[str, Tensor], limit: float) -> dict[str, int]:

@@ -101,6 +101,11 @@ def noisy(
     return {name: t.double() + torch.from_numpy(np.asarray(rng.normal(0.0, deviation, tuple(t.shape)))) for name, t in vector.items()}
 
 
+def noise_reach(noise: float, clip: float, contributors: int) -> float:
+    """Return four standard deviations of one client's share of the noise."""
+    return 4 * noise * clip / math.sqrt(contributors)
+
+
 def rho(releases: int, noise: float) -> float:
     """Return rho, the cost of ``releases`` sums with noise of multiplier ``noise``."""
     return releases / (2 * noise**2)

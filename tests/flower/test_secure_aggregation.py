@@ -19,7 +19,7 @@ from fl_bn.flower.secagg.instructions import SET_UP, instruction_digest
 from fl_bn.flower.secagg.masks import bound_to, key_stream
 from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
 from fl_bn.methods import METHODS, fbn, hbn
-from fl_bn.secure.additive import average_error, moments_error, scale
+from fl_bn.secure.additive import average_error, scale
 from tests.flower.inside import Clients, Header, Samples, SecureAggregation, to_records
 from tests.flower.secure_runs import LosingGrid, masked_vectors, measured
 from tests.hostile.liars import people
@@ -40,12 +40,12 @@ def largest_error(clients: list[Samples], bits: int) -> tuple[float, float]:
     near = at_rest(clients)
     plain, _ = measured(hbn(), clients, None, near)
     found, grid = measured(hbn(), clients, SecureAggregation(quantization_range=bits), near)
-    error = average_error(8.0, bits, SIZES)
+    error = average_error(8.0, bits, [size / max(SIZES) for size in SIZES])
     largest, relative = 0.0, 0.0
     for layer in ("1", "5"):
         reference = Running(*(torch.from_numpy(near[f"{layer}.running_{key}"]).double() for key in ("mean", "var")))
         first = (torch.from_numpy(plain[f"{layer}.running_mean"]).double() - reference.mean) / scale(reference)
-        bounds = moments_error(first, reference, error, 8.0)
+        bounds = error * scale(reference), error * scale(reference).square() * (8.0 + 2 * first.abs() + error)
         for key, bound in zip(("mean", "var"), bounds, strict=True):
             name = f"{layer}.running_{key}"
             off = np.abs(found[name].astype("float64") - plain[name])

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fl_bn.flower import BatchNormStrategy, Rounds
-from fl_bn.flower.secagg.client import noise_refusals
+from fl_bn.flower.secagg.client import _private, noise_refusals
 from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
 from fl_bn.methods import METHODS, Method, Role
 from fl_bn.secure.privacy import Privacy, epsilon
@@ -19,6 +20,7 @@ from tests.flower.secure_runs import masked_vectors
 from tests.in_process import Run, run
 from tests.listed import common_first, listed
 from tests.networks import seeded_network
+from tests.refusals import naming
 
 DSGD = LocalTraining(batch_size=64, steps=1, momentum=0.9, update="gradients")
 EPOCHS = LocalTraining(batch_size=4, epochs=2)
@@ -184,6 +186,23 @@ def test_clips_of_update_and_statistics_are_two(clients: list[Samples]) -> None:
     assert frozen[0] == pytest.approx(loose[0], rel=1e-2)
     noisy = moved(replace(still, clip=1e3, statistics_clip=1e-3, noise=1e-3))  # of each, in proportion to its own clip
     assert noisy[1] < 1e-2 < noisy[0]
+
+
+def test_noise_that_the_quantiser_would_cut_off_is_refused_by_the_client() -> None:
+    parts, config = {"weights": {"fc.weight": torch.zeros(3)}}, {"dp-noise": 6.0, "dp-clip": 1.0, "dp-statistics-clip": 9.0}
+    assert _private(parts, config, 9, 8.0)["weights"]["fc.weight"].abs().max() > 0  # there are no statistics to need their noise
+    with naming("cut off"):
+        _private(parts, config, 8, 8.0)
+
+
+def test_a_loss_that_does_not_fit_is_not_known(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+    model = seeded_network("cnn")
+    torch.nn.init.normal_(model[-1].weight, std=1e4)
+    rules = {"evaluate_every": 1, "rate": lambda round, rounds: 1e-9}
+    one, other = (run(METHODS["fedbn"](), clients, 1, model=m, policy=rules, secure=SecureAggregation()) for m in (model, None))
+    assert [np.isnan(ran.records[0].evaluation["loss"]) for ran in (one, other)] == [True, False]
+    assert not np.isnan(one.records[0].evaluation["accuracy"])
+    assert sum("the mean loss is not known" in line for line in log.messages) == 2  # of training and of evaluation
 
 
 @listed(("told", "refused"), [(NOISE, False), ({}, True), ({**NOISE, "dp-noise": 0.5}, True), ({**NOISE, "secagg-of": "evaluation"}, True)])

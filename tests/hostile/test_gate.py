@@ -16,6 +16,7 @@ from fl_bn.flower import Gate
 from fl_bn.flower.wire.gate import KINDS, Kind
 from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
 from fl_bn.methods import METHODS, Phase
+from fl_bn.support.wire import WireError
 from tests.flower.own_apps import net
 from tests.hostile.liars import Samples, SecureAggregation, SharedModel, header_for, to_numpy, to_records
 from tests.hostile.own_app import own_app
@@ -154,14 +155,15 @@ def test_a_reply_holds_what_its_kind_may_and_nothing_else(case: str) -> None:
     assert ask(at(WatchedGrid(app, 1), secure_aggregation=True), kind).has_error()
 
 
-def test_a_client_that_fails_does_not_say_why_and_fails_three_times_at_most(log: pytest.LogCaptureFixture) -> None:
+@listed("error", [ValueError("fc.weight: not finite, since 0.3712"), WireError("weights", "fc.weight", "0.3712")])
+def test_a_client_that_fails_does_not_say_why_and_fails_three_times_at_most(error: ValueError, log: pytest.LogCaptureFixture) -> None:
     """A server could send weights that overflow for samples above a threshold alone, and bisect on who fails."""
     app, tried = ClientApp(mods=[Gate()]), list[str]()
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        tried.append("")
-        raise ValueError("fc.weight: not finite, since 0.3712")
+        tried.append(str(message.content.config_records[RECORD_KEY_CONFIGS].pop("stage")))  # Flower's mod takes it out, too
+        raise error
 
     def reasons(**policy: Any) -> list[str]:
         grid = at(WatchedGrid(app, 1), **policy)
@@ -207,6 +209,10 @@ def test_secure_evaluations_are_the_mean_of_the_plain_ones_and_no_message_holds_
     assert not any(m.metadata.message_type == "evaluate" for m in secure.grid.sent)
     assert {d.section for record in secure.records for d in record.disclosures} == {"masked"}
     assert parts(secure) == [5, 5]
+
+
+def test_only_clients_that_trained_evaluate_what_they_keep() -> None:
+    assert parts(secure_run({}, sizes=(12,) * 6, policy={"evaluate_every": 1, "fraction": 0.5}, rounds=1)) == [3]
 
 
 @listed(

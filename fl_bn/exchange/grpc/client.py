@@ -45,6 +45,7 @@ class GrpcExchange:
             ("grpc.keepalive_timeout_ms", max(1000, milliseconds // 2)),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.enable_retries", 0),
+            ("grpc.max_receive_message_length", -1),  # as large as a layer
             *direct(address),
         ]
         if authority:

@@ -35,7 +35,7 @@ from fl_bn.flower.wire.gate import Insecure, Limits, evaluations_left, sums_eval
 from fl_bn.flower.wire.messages import COMBINED_HISTORY, OWN_HISTORY, PLAN, RECORD_KEY_CONFIGS, WEIGHED
 from fl_bn.methods import NORMALISERS, Phase, StatisticsPass, StatisticsReport
 from fl_bn.secure.additive import beyond
-from fl_bn.secure.privacy import clipped, noisy
+from fl_bn.secure.privacy import clipped, noise_reach, noisy
 from fl_bn.secure.settings import LEAST, MODULUS
 from fl_bn.support.wire import excerpt
 
@@ -52,6 +52,7 @@ def secure(build: Callable[[Context], BatchNormClient], message: Message, contex
     if stage == Stage.SETUP:
         client, cohort = build(context), messages.SET_UP.of(content)["cohort"]
         plan, own = plan_of(client, message, header, context), history_of(kept_in(client, message, header))
+        context.state.pop(RECORD_KEY_STATE, None)  # the secrets of a sum that failed
     elif stage == Stage.COLLECT_MASKED_VECTORS:
         client = build(context)
         history = from_config(records_of(content, ConfigRecord).get(COMBINED_HISTORY.name), COMBINED_HISTORY, header.round)
@@ -233,7 +234,7 @@ def _summand(client: BatchNormClient, header: Header, digest: bytes, message: Me
     parts, cut = sums.additive(reply.sections, sent.get("weights", {}), reference, limit)
     parts = {s: {k: t * weighting.of(s, plan) for k, t in part.items()} for s, part in parts.items() if s in shapes}
     if noise is not None:
-        parts = _private(parts, noise, state[Key.THRESHOLD])
+        parts = _private(parts, noise, state[Key.THRESHOLD], limit)
     far = {f"values of {s}/{k} exceed": n for s, part in parts.items() for k, n in beyond(part, limit).items()}
     layers = {f"channels' statistics of layer {k or 'model'} are, about the reference, beyond": n for k, n in cut.items() if n}
     for what, count in (far | layers).items():
@@ -269,17 +270,20 @@ def _vector_reply(message: Message, vector: np.ndarray, activations: Mapping[str
     return Message(fitres_to_recorddict(result, keep_input=False), reply_to=message)
 
 
-def _private(parts: Sections, config: Mapping[str, Any], contributors: int) -> Sections:
+def _private(parts: Sections, config: Mapping[str, Any], contributors: int, limit: float) -> Sections:
     """Clip the update and the statistics, each as one vector, and add this client's share of the noise.
 
     The shares of ``contributors`` clients, the smallest number in a sum, add up to
-    the whole noise.
+    the whole noise. Noise that the quantiser's range ``limit`` would cut off raises
+    ``Insecure``.
     """
     noised: Sections = {section: {} for section in parts}
     for statistics, key in ((False, "dp-clip"), (True, "dp-statistics-clip")):
         vector = {f"{s}/{k}": t for s, part in parts.items() if (s in STATISTICS) == statistics for k, t in part.items()}
-        clip = float(config[key])
-        for name, tensor in noisy(clipped(vector, clip), clip, float(config["dp-noise"]), contributors).items():
+        clip, multiplier = float(config[key]), float(config["dp-noise"])
+        if vector and (reach := noise_reach(multiplier, clip, contributors)) > limit:
+            raise Insecure(f"noise of four deviations, {reach:.3g}, would be cut off at the quantiser's range of {limit:g}")
+        for name, tensor in noisy(clipped(vector, clip), clip, multiplier, contributors).items():
             section, _, key_of = name.partition("/")
             noised[section][key_of] = tensor
     return noised

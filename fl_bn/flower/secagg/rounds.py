@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 from fl_bn.bn.moments import Moments, Running
 from fl_bn.exchange.session import LARGEST_COUNT
 from fl_bn.federation.aggregation import Defence, Drift
+from fl_bn.federation.composition import say_unmeasured
 from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.record import with_clients
 from fl_bn.federation.server import Server
@@ -22,7 +23,7 @@ from fl_bn.federation.values import Reply, RoundReplies, Sections, tensor_name, 
 from fl_bn.flower.compat import log
 from fl_bn.flower.population import Client, round_half_up
 from fl_bn.flower.secagg import sums
-from fl_bn.flower.secagg.sums import LOSS_RANGE, REFERENCE, Layout, from_vector, moments_of, references, update_of
+from fl_bn.flower.secagg.sums import LOSS, LOSS_RANGE, REFERENCE, Layout, from_vector, moments_of, references, update_of
 from fl_bn.flower.secagg.workflow import SecureSum, Sum, SumFailed
 from fl_bn.flower.wire.codec import OURS, add_to_config, from_records, tensors_of, to_record
 from fl_bn.flower.wire.messages import EVALUATION, SUM_OF
@@ -30,7 +31,7 @@ from fl_bn.flower.wire.messaging import copy_of
 from fl_bn.methods import LayerReports, Method, Phase, Refresh, StatisticsReport, replace_by_pooled
 from fl_bn.options import refuse
 from fl_bn.secure.additive import average_error, lost
-from fl_bn.secure.privacy import Accountant
+from fl_bn.secure.privacy import Accountant, noise_reach
 from fl_bn.secure.settings import LEAST, SecureAggregation
 from fl_bn.support.wire import WireError, excerpt
 from fl_bn.task import Task
@@ -50,8 +51,8 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: ServerPoli
     own = method.refresh is Refresh.REPORTED or method.renew is not replace_by_pooled
     others = ", ".join(c.section for c in rounds.auxiliary)
     privacy, few = settings.privacy, 0 < rounds.evaluate_clients < LEAST
-    noise = privacy.noise * max(privacy.clip, privacy.statistics_clip) if privacy else 0.0
-    least = 4 * noise / settings.threshold_of(rounds.least_cohort) ** 0.5  # four deviations of one client's noise
+    clip = max(privacy.clip, privacy.statistics_clip if method.has_statistics else 0.0) if privacy else 0.0
+    least = noise_reach(privacy.noise, clip, settings.threshold_of(rounds.least_cohort)) if privacy else 0.0
     refuse(
         (one_by_one, f"{masked}, and a defence against Byzantine clients compares them: choose one of the two"),
         (layerwise, f"{masked}, and {method.name} exchanges moments layer by layer in the clear: take another method"),
@@ -130,6 +131,9 @@ class SecureRounds:
             moments = self._moments(total, average, references(shared.sections().get("statistics", {})) if reports else {})
             limit = self.settings.clipping_range
             loss = float(average["loss"]["loss"][0]) * LOSS_RANGE / limit if "loss" in average else float("nan")
+            if "loss" in average and (beyond := _clients(total, average, LOSS, limit)):
+                loss, line = float("nan"), "round %s: the mean loss is not known, since the loss of %d of %d clients is not from -%g to %g"
+                log(logging.WARNING, line, record.round, beyond, len(total.plans), LOSS_RANGE, LOSS_RANGE)
             parts = _entries(total, loss)
             record = with_clients(record, RoundReplies(who, parts, total.refused), parts, total.refused, called=self.rounds.called)
             server.record = record
@@ -154,6 +158,8 @@ class SecureRounds:
             log(logging.WARNING, "round %s: nothing changes, since %s", record.round, error)
             return False, parts
         server.record = replace(record, aggregated=True, drift=Drift.between(before, after))
+        shared.unseen = [layer for layer, n in total.activations.items() if not n]
+        say_unmeasured(shared, record.round, server.rounds)
         return True, parts
 
     def evaluate(
@@ -174,7 +180,13 @@ class SecureRounds:
         except SumFailed as error:
             return {}, _reasons(error, clients)
         self._note(_entries(total), True)
-        return sums.evaluation_means(from_vector(total.mean, shapes), task, self.settings.clipping_range), total.refused
+        average, limit = from_vector(total.mean, shapes), self.settings.clipping_range
+        for name in shapes[EVALUATION]:
+            if beyond := _clients(total, average, name, limit):
+                line = "the mean %s is not known: that of %d of %d clients is not from %g to %g"
+                log(logging.WARNING, line, name, beyond, len(total.plans), *sums.range_of(name, task))
+                average[EVALUATION][name] = torch.full((1,), torch.nan)
+        return sums.evaluation_means(average, task, limit), total.refused
 
     def _sum(self, grid: Grid, messages: Sequence[Message], cohort: Sequence[Client], timeout: float, phase: Phase) -> tuple[Sum, Sections]:
         """Compute a secure sum, and its weighted averages by section and name."""
@@ -216,7 +228,7 @@ class SecureRounds:
         if cut := _clients(total, average, "statistics", self.settings.clipping_range):
             return f"{cut} of {len(total.plans)} clients had to cut their statistics to the quantiser's range"
         limit = self.settings.clipping_range
-        error = average_error(limit, self.settings.quantization_range, total.weights("moments"), 1.0)
+        error = average_error(limit, self.settings.quantization_range, total.weights("moments"))
         firsts = {layer: average["moments"][tensor_name(layer, "mean")] for layer in moments}
         far = sum(lost(m, firsts[layer], reference[layer], error, limit) for layer, m in moments.items() if m.count)
         return f"the variance of {far} channels is inexact, since the reference is far from the data" if far else ""

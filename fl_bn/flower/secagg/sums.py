@@ -6,14 +6,14 @@ The vector (d,) holds these parts in the order of ``layout``:
 * the statistics as standardised deviations from a reference that all clients know
   (``secure.additive``),
 * the training loss,
-* two flags: whether statistics, and whether values of the update, were cut off to
-  fit the quantiser.
+* flags: whether statistics, and whether values of the update, were cut off to fit
+  the quantiser, and whether the loss does not fit.
 
 It travels without names: both sides derive the layout from model, method and phase.
 
 In a sum of evaluations, the vector holds the client's loss and the task's own
 metric, scaled to the declared ranges. An open end of a range is ``-LOSS_RANGE`` or
-``LOSS_RANGE``; values outside are cut off. The server learns the means, to which
+``LOSS_RANGE``. Of a value outside, the vector holds a flag. The server learns the means, to which
 each client counts once. Other figures are not reported: with three clients, mean
 and standard deviation nearly reveal each client's number.
 """
@@ -30,14 +30,14 @@ import torch
 from fl_bn.bn.moments import Moments, Running
 from fl_bn.federation.schema import Schema
 from fl_bn.federation.values import Named, Sections, decode_moments, tensor_name
-from fl_bn.secure.additive import deviations, from_deviations, from_running_deviations, running_deviations, running_within, within
+from fl_bn.secure.additive import deviations, from_deviations, within
 from fl_bn.support.wire import WireError
 from fl_bn.task import Task
 
 Layout = dict[str, dict[str, tuple[int, ...]]]
 STATISTICS = ("statistics", "moments")
 EVALUATION, LOSS = "evaluation", "loss"
-LOSS_RANGE = 64.0  # the largest loss in a sum; larger ones are cut off
+LOSS_RANGE = 64.0  # the largest loss in a sum
 REFERENCE = "reference"  # section of a message with a reference for deviations, if it is not the message's own statistics
 
 
@@ -84,7 +84,7 @@ class Weighting:
 def layout(expected: Schema, loss: bool, cut: bool = True) -> Layout:
     """Return the shapes of all summed values: a plain reply's but counts, loss and flags."""
     numbers: Layout = {"loss": {"loss": (1,)}} if loss else {}
-    numbers |= {"cut": {"statistics": (1,), "update": (1,)}} if cut else {}
+    numbers |= {"cut": {"statistics": (1,), "update": (1,), LOSS: (1,)}} if cut else {}
     tensors = {
         section: {name: spec.shape for name, spec in specs.items() if (section, name.rpartition(".")[2]) != ("moments", "count")}
         for section, specs in expected.sections.items()
@@ -124,11 +124,10 @@ def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], 
             names = ("mean", "var") if section == "moments" else ("running_mean", "running_var")
             reported = decode_moments(tensors) if section == "moments" else references(tensors)
             for layer, own in reported.items():
-                about = reference[layer]
-                if isinstance(own, Moments):
-                    *both, cut[layer] = within(*deviations(own, about), limit)
-                else:
-                    *both, cut[layer] = running_within(*running_deviations(own, about), limit)
+                pooled = section == "moments"
+                first, second, cut[layer] = within(*deviations(own, reference[layer], pooled), limit, pooled)
+                ran = not isinstance(own, Moments) or own.count > 0
+                both = (first, second) if ran else (torch.zeros_like(first), torch.zeros_like(second))
                 parts[section] |= {tensor_name(layer, name): tensor for name, tensor in zip(names, both, strict=True)}
         else:
             sent = weights if section == "weights" else {}
@@ -153,39 +152,41 @@ def flags(loss: float, weight: float, statistics: bool, update: bool, limit: flo
     """Return the numbers that each client adds to a sum beside its tensors, scaled to the quantiser's range.
 
     They are the loss times the ``weight``, and whether statistics or values of the
-    update were cut off.
+    update were cut off, or the loss does not fit.
     """
-    share = torch.tensor([min(loss / LOSS_RANGE, 1.0) * limit * weight])
-    cut = {"statistics": torch.tensor([limit * statistics]), "update": torch.tensor([limit * update])}
-    return {"loss": {"loss": share}, "cut": cut}
+    fits = abs(loss) <= LOSS_RANGE  # NaN does not
+    share = torch.tensor([loss / LOSS_RANGE * limit * weight if fits else 0.0])
+    cut = {"statistics": statistics, "update": update, LOSS: not fits}
+    return {"loss": {"loss": share}, "cut": {name: torch.tensor([limit * flag]) for name, flag in cut.items()}}
 
 
 def evaluation_layout(task: type[Task] | Task) -> Layout:
     """Return the shapes of a secure sum of evaluations, by section and name."""
-    return {EVALUATION: {LOSS: (1,), task.metric: (1,)}}
+    return {section: {LOSS: (1,), task.metric: (1,)} for section in (EVALUATION, "cut")}
 
 
 def evaluation_parts(metrics: Mapping[str, float], task: Task, limit: float) -> Sections:
-    """Scale a client's metrics to the quantiser's range. NaN raises ``ValueError``."""
-    shares = {}
+    """Scale a client's metrics to the quantiser's range, with flags for those outside their own range."""
+    shares, cut = {}, {}
     for name in (LOSS, task.metric):
-        if math.isnan(value := metrics[name]):
-            raise ValueError(f"the {name} of this evaluation is NaN, which cannot be part of a sum")
-        low, high = _range(name, task)
-        shares[name] = torch.tensor([(min(max(value, low), high) - low) / (high - low) * limit], dtype=torch.float64)
-    return {EVALUATION: shares}
+        low, high = range_of(name, task)
+        fits = low <= metrics[name] <= high  # NaN does not
+        shares[name] = torch.tensor([(metrics[name] - low) / (high - low) * limit if fits else 0.0], dtype=torch.float64)
+        cut[name] = torch.tensor([limit * (not fits)])
+    return {EVALUATION: shares, "cut": cut}
 
 
 def evaluation_means(average: Sections, task: Task, limit: float) -> dict[str, float]:
     """Convert an average over clients back to metrics, within their declared ranges."""
     values = {}
     for name, mean in average[EVALUATION].items():
-        low, high = _range(name, task)
-        values[name] = low + min(max(float(mean) / limit, 0.0), 1.0) * (high - low)
+        low, high = range_of(name, task)
+        values[name] = low + float((mean / limit).clamp(0.0, 1.0)) * (high - low)
     return values
 
 
-def _range(name: str, task: Task) -> tuple[float, float]:
+def range_of(name: str, task: Task) -> tuple[float, float]:
+    """Return the lowest and the highest value of a metric in a sum."""
     low, high = (-math.inf, math.inf) if name == LOSS else task.declared()[name]
     return max(low, -LOSS_RANGE), min(high, LOSS_RANGE)
 
@@ -225,10 +226,8 @@ def moments_of(
         for section, mean, var in (("moments", "mean", "var"), ("statistics", "running_mean", "running_var")):
             if (part := average.get(section, {})) and (name := tensor_name(layer, mean)) in part:
                 first, second = part[name], limit * part[tensor_name(layer, var)]
-                if section == "moments":
-                    merged[layer], below = from_deviations(counts[layer], first, second, about)
-                else:
-                    running, below = from_running_deviations(first, second, about)
-                    merged[layer] = Moments(samples, running.mean, running.var)
+                pooled = section == "moments"
+                running, below = from_deviations(first, second, about, pooled)
+                merged[layer] = Moments(counts[layer] if pooled else samples, running.mean, running.var)
                 negative += below
     return merged, negative

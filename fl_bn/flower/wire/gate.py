@@ -131,12 +131,13 @@ class Gate:
         kind = SUM if RECORD_KEY_CONFIGS in message.content else self.kinds.get(name, Kind())
         if why := self._refusal(message, context, kind, limits):
             raise Refused(why)
+        masks = kind is SUM and config_of(message.content, RECORD_KEY_CONFIGS).get("stage") == MASKING  # before Flower's mod takes it out
         token = _entered.set(True)
         try:
             reply = handle(message, context)
         except Exception as error:
             if limits.secure:
-                _hide(error, message, context)
+                _hide(error, masks, context)
             raise
         finally:
             _entered.reset(token)
@@ -167,9 +168,8 @@ class Gate:
         return ""
 
 
-def _hide(error: Exception, message: Message, context: Context) -> None:
+def _hide(error: Exception, masks: bool, context: Context) -> None:
     """Raise ``Refused`` without a reason, if secure aggregation must hide it."""
-    masks = config_of(message.content, RECORD_KEY_CONFIGS).get("stage") == MASKING
     if isinstance(error, Refused) or (isinstance(error, WireError) and not masks):
         return  # a WireError depends on the message only, except for one of the vector to mask
     log(logging.ERROR, "this client does not answer, and does not tell the server why: %r", error)
