@@ -20,7 +20,7 @@ from flwr.app import Context, Error, Message
 from fl_bn_site import audit, leaving, wire
 from fl_bn_site.apps import PACKET, Job
 from fl_bn_site.packages import PackageError, Packages
-from fl_bn_site.policy import INSTALLED, NotAllowed, Policy, PolicyError, samples_of
+from fl_bn_site.policy import INSTALLED, NotAllowed, Policy, PolicyError
 from fl_bn_site.signing import Accepted, NotSigned
 
 OURS = "fl-bn/fl-bn"  # the id of fl-bn's own app
@@ -110,7 +110,7 @@ class Answer:
                 log(entry)
 
             reply, state = self._ask(policy, about["code"], message, given, lambda *vector: leaves(leaving.exchanged(*vector)))
-            leaves(leaving.answered(kind, reply), samples_of(reply))
+            leaves(leaving.answered(kind, reply), 0 if reply.has_error() else leaving.fewest(reply.content.metric_records))
         except AppError as error:
             refusal = "refused" if error.refused else refusal
             reply = _error(message, str(error), error.code)

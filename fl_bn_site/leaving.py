@@ -18,6 +18,7 @@ OURS = "fl-bn/"
 HEADER, METRICS, HELLO = f"{OURS}header", f"{OURS}metrics", f"{OURS}hello"
 SECURE = "secaggplus_configs"  # Flower's name for the record of a secure sum
 MASKED = "masked_params"
+COUNTS = ("fewest", "samples", "num-examples", "num_examples")  # metrics that say how many samples the others summarise
 OTHER = "other"  # the section of all content that the server's report does not list
 LONGEST, MOST = 80, 50  # limits of the log: the characters of a section's name, and the sections of an answer
 NUMBER = 8  # bytes that a number counts
@@ -189,15 +190,14 @@ def _metrics(found: Sections, arrays: Mapping[str, Any], metrics: Mapping[str, A
     ours = metrics.get(METRICS, {})
     for name in metrics.keys() - {METRICS}:
         if not name.startswith(OURS):
-            _add(found, "own metrics", 0, NUMBER * len(metrics[name]))
+            _add(found, "own metrics", 0, NUMBER * len(metrics[name]), fewest({name: metrics[name]}))
     _add(found, "metrics", 0, NUMBER * sum(isinstance(value, int | float) for value in ours.values()))
 
 
 def _evaluation(found: Sections, metrics: Mapping[str, Any]) -> None:
     own: Iterator[Any] = (record for name, record in metrics.items() if not name.startswith(OURS))
     values = {name: value for record in (*own, metrics.get(METRICS, {})) for name, value in record.items()}
-    behind = _whole(values.get("fewest")) or _whole(values.get("samples")) or _whole(values.get("num-examples"))
-    _add(found, "evaluation", 0, sum(size(v) for k, v in values.items() if k not in ("fewest", "samples", "num-examples")), behind)
+    _add(found, "evaluation", 0, sum(size(value) for name, value in values.items() if name not in COUNTS), fewest(metrics))
 
 
 def _configs(found: Sections, configs: Mapping[str, Any]) -> None:
@@ -222,6 +222,12 @@ def _least_count(record: Mapping[str, Any]) -> int:
     """Return the smallest number of values per channel among the layers that ran; 0: unknown."""
     counts = [array.numpy() for name, array in record.items() if name.rpartition(".")[2] == "count"]
     return min((int(count[0]) for count in counts if count.shape == (1,) and int(count[0]) > 0), default=0)
+
+
+def fewest(metrics: Mapping[str, Any]) -> int:
+    """Return the smallest number of samples that the metrics of an answer tell; 0: they tell none."""
+    told = [_whole(record.get(name)) for record in metrics.values() for name in COUNTS]
+    return min(filter(None, told), default=0)
 
 
 def _whole(value: object) -> int:

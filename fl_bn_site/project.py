@@ -86,7 +86,10 @@ def _complete(app: Path) -> None:
     file = app / PYPROJECT
     values = tomllib.loads(file.read_text(encoding="utf-8"))
     flower = values.setdefault("tool", {}).setdefault("flwr", {}).setdefault("app", {})
-    flower["config"] = OF_RUN | flower.get("config", {})
+    config = flower.get("config", {})
+    if taken := [key for key in OF_RUN if config.get(key)]:
+        raise FolderError(f"{file}: `fl-bn submit` sets the run-config key {taken[0]}: give the app's own key another name")
+    flower["config"] = OF_RUN | config
     file.write_text(tomli_w.dumps(values), encoding="utf-8")
 
 

@@ -20,13 +20,14 @@ from fl_bn.federation.schema import instruction as shared_tensors
 from fl_bn.federation.server import Server, Transport
 from fl_bn.federation.values import Instruction, Named, Payload, RoundReplies, to_numpy
 from fl_bn.flower.compat import log
+from fl_bn.flower.deployment import submitted
 from fl_bn.flower.disclosure import DisclosureReport
 from fl_bn.flower.evaluation import Evaluations
 from fl_bn.flower.layerwise.exchanges import BY_PASSES, Exchanges
 from fl_bn.flower.own_metrics import NamedRates, OwnApp, numbers_of, with_share
 from fl_bn.flower.population import Client, KeptTensors, Population, RunFailed
 from fl_bn.flower.recovery import Checkpoint, Recovery
-from fl_bn.flower.wire.codec import add_to_config, arrays_of, header_for, tensors_of, to_records
+from fl_bn.flower.wire.codec import RunId, add_to_config, arrays_of, header_for, tensors_of, to_records
 from fl_bn.flower.wire.messages import STATISTICS
 from fl_bn.flower.wire.messaging import Decoded, Reading, receive
 from fl_bn.methods import Phase
@@ -138,6 +139,8 @@ class GridTransport(Transport):
         self.grid = grid
         if self.own_app is not None:
             self.population = self.own_app.population
+            if not self.recovery.run_id.resumes:  # sites keep the states of a run in a folder with its name
+                self.recovery.run_id = RunId.new(str(submitted(grid).get("name", "")))
         else:
             self.population = Population(grid, self.policy, self.shared.signature, self.policy.called, self.policy.clients)
             self.population.gather()

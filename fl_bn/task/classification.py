@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from fl_bn.bn.moments import inside_transform
 from fl_bn.support.wire import excerpt
+from fl_bn.task.ranking import counted, tables
 from fl_bn.task.targets import LABELS, MASKS
 from fl_bn.task.task import SHARE, Range, Task
 
@@ -84,7 +85,7 @@ class ClassificationAUC(Classification):
     """Define classification whose metric is ``auc``, the area under the ROC curve.
 
     It is the mean over the classes, each against all others: scikit-learn's
-    ``multi_class="ovr"``, for log odds rounded to ``BINS`` bins. A class of no or all
+    ``multi_class="ovr"``. A class of no or all
     samples is left out. If none remains, the AUC is NaN. The accuracies of
     ``Classification`` are further metrics.
 
@@ -102,32 +103,25 @@ class ClassificationAUC(Classification):
 
     name, metric = "classification-auc", "auc"
     ranges: ClassVar[Mapping[str, Range]] = {"auc": SHARE, "accuracy": SHARE, CLASS: SHARE}
-    # The exact area needs the order of all scores, which no sum of fixed size holds. So the log odds of a class are counted in bins,
-    # and samples of one bin count as equal. A bin is 1/51 wide near 0, and 2 % of the log odds where these are large, up to 11,000.
-    BINS: ClassVar[int] = 1024
-    LARGEST: ClassVar[float] = 10.0  # the bins end where the inverse hyperbolic sine of the log odds is -10 and 10
 
     def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
-        """Count confusions (C, C), and make histograms (C, 2, BINS) of each class's log odds.
-
-        On the axis of length 2, index 0 has the samples of other classes.
-        """
-        counted = super().sums(output, targets)
+        """Count confusions (C, C), and each class's log odds by value."""
+        confusions = super().sums(output, targets)
         targets, classes = labels_of(output, targets), output.shape[1]
         known = targets >= 0  # torch's losses leave out -100
-        height = log_odds(output.double()).asinh() + self.LARGEST
-        binned = (height * (self.BINS / (2 * self.LARGEST))).nan_to_num().long().clamp(0, self.BINS - 1)
         own = F.one_hot(targets.clamp(min=0), classes)
-        place = (torch.arange(classes, device=targets.device) * 2 + own) * self.BINS + binned
-        scores = torch.bincount(place[known].flatten(), minlength=classes * 2 * self.BINS).view(classes, 2, self.BINS)
-        return counted | {"scores": scores}
+        return confusions | {"scores": counted(log_odds(output.double())[known], own[known])}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Compute the area under the ROC curve and the accuracies."""
-        others, own = sums["scores"].double().unbind(1)
-        below = others.cumsum(1) - others / 2  # samples of other classes that score less; those of the same bin count half
-        area = (own * below).sum(1) / (own.sum(1) * others.sum(1))  # NaN where either has no sample
+        area = torch.stack([_area(*table) for table in tables(sums["scores"])])
         return {"auc": float(area.nanmean())} | super().metrics(sums)
+
+
+def _area(others: Tensor, own: Tensor) -> Tensor:
+    """Compute the area under the ROC curve from counts by score, in ascending order; NaN where either has no sample."""
+    below = others.cumsum(0) - others / 2  # samples of other classes that score less; those of the same score count half
+    return (own * below).sum() / (own.sum() * others.sum())
 
 
 class Segmentation(Classification):

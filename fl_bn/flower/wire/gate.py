@@ -37,7 +37,7 @@ from fl_bn.support.durable import append
 from fl_bn.support.wire import WireError, excerpt, printable
 
 Handler = Callable[[Message, Context], Message]
-COUNTS = ("samples", "num-examples", "fewest")  # an evaluation's metrics that say how many samples the others summarise
+COUNTS = ("samples", "num-examples", "num_examples", "fewest")  # an evaluation's metrics that say how many samples the others summarise
 SPENT = "evaluations"  # name of a folder below state-dir; with ``OURS`` before it, of a record in Flower's context.state
 FAILURES, MOST_FAILURES = f"{OURS}failures", 3
 MASKING = "collect_masked_vectors"  # Flower's name of the stage whose reply depends on the data
