@@ -93,7 +93,7 @@ def _work(run: Callable[[], None], connection: socket.socket, listener: socket.s
 
 
 def _end_with(connection: socket.socket) -> None:
-    """End this process when Flower ends its command, for example because the run was stopped."""
+    """End this process when Flower ends its command."""
     connection.recv(1)
     os._exit(1)
 

@@ -127,9 +127,11 @@ def _samples(source: object, key: str, x: Array, floats: bool) -> Tensor:
 
 
 def _targets(source: object, key: str, y: Array) -> Tensor:
-    """Convert targets: whole numbers and truth values to int64, and others to float32."""
+    """Convert targets: whole numbers and truth values to int64, (N, 1) as (N,), and others to float32."""
     expect(y.dtype.kind in "biuf", source, key, "labels (N,), 0 or 1 (N, K), or floats for regression", f"{y.dtype} {y.shape}")
-    return _float32(y) if y.dtype.kind == "f" else torch.from_numpy(y.astype(np.int64))
+    if y.dtype.kind == "f":
+        return _float32(y)
+    return torch.from_numpy(y.astype(np.int64)[:, 0] if y.shape[1:] == (1,) else y.astype(np.int64))
 
 
 def _float32(x: Array) -> Tensor:
