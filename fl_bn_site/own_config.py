@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from fl_bn.app.config import RunConfig
 from fl_bn.app.errors import ConfigError
 from fl_bn.app.overrides import parse_overrides
 from fl_bn.support.flower_config import Scalar
@@ -41,6 +40,8 @@ def own_config(package: Package, overrides: str, now: datetime) -> tuple[dict[st
     if type(defaults.get(ROUNDS)) is int:
         given = {ROUNDS: defaults[ROUNDS]} | given  # so that `fl-bn status` knows how many rounds are planned
     if given.get("name"):
+        from fl_bn.app.config import RunConfig  # imports torch
+
         RunConfig.from_mapping({"name": given["name"]})  # the name of a folder
         return given, False
     return {**given, "name": f"{now:%Y%m%d-%H%M%S}-{package.project}"}, True

@@ -45,13 +45,19 @@ def check(config: RunConfig) -> None:
     round_columns(task(config))  # raises an error for a metric that has the name of another column
     if config.dataset != SITES:
         partitions(config)
+    try_data(config)
+    _warn(config, method, model)
+
+
+def try_data(config: RunConfig) -> None:
+    """Try the network and the augmentation on two samples."""
+    if config.dataset != SITES:
         data = dataset(config)
         try_batch(config, to_input(data.x_train[:2]), data.y_train[:2])
         if change := augmenter(config.augment, seeded(config.seed)):
             change(data.x_train[:2], data.y_train[:2])
     elif ":" not in config.model:  # else the network may take other inputs than images
         try_batch(config, torch.zeros(2, config.channels, config.image_size, config.image_size))
-    _warn(config, method, model)
 
 
 def _warn(config: RunConfig, method: Method, model: nn.Module) -> None:

@@ -55,9 +55,11 @@ def run_config(config: RunConfig) -> Finding:
 def model_layers(config: RunConfig) -> Finding:
     """Say which normalisation layers the model has, and what the method does with them."""
     from fl_bn.app.assembly import client_model, source_model
+    from fl_bn.app.preflight import try_data
     from fl_bn.federation.composition import describe_layers, has_batch_norm, no_batch_norm
 
     source, method = source_model(config), config.build_method()
+    try_data(config)
     text = "; ".join(describe_layers(source, client_model(config), method))
     if method.has_statistics and (why := no_batch_norm(source, method)):
         return Finding("fail", "model", f"{text}; {why}", "choose a model with BatchNorm, or method='fedavg'")

@@ -64,6 +64,8 @@ def check(cells: Sequence[Cell]) -> None:
 
     Of cells that differ only in their seeds, one is checked.
     """
+    from fl_bn.app.preflight import try_data  # torch, which a typed command does not import
+
     seen = list[Mapping[str, object]]()
     for cell in cells:
         config = cell.config
@@ -74,7 +76,7 @@ def check(cells: Sequence[Cell]) -> None:
             if cell.centralised:
                 check_centralised(config)
             assembly.partitions(config)
-            assembly.client_model(config)
+            try_data(config)
             config.changes.measurements(config)
         except (ValueError, DataNotFound, OSError, ImportError) as error:
             raise ConfigError(f"{config.name}: {error}") from error
