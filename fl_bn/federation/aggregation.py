@@ -22,7 +22,7 @@ from fl_bn.bn.roles import Role, batch_norms
 from fl_bn.federation.values import Named
 from fl_bn.methods import LayerReports
 from fl_bn.options import Used, option
-from fl_bn.robust import PREAGGREGATIONS, RULES, Report, Rule, rule_named
+from fl_bn.robust import RULES, Report, Rule, rule_named
 
 BLOCK = 1 << 17  # values; a MB of float64
 
@@ -30,9 +30,9 @@ dtype_name = lru_cache(str)  # NumPy computes the name anew each time
 
 ruled = partial(
     option,
-    values=f"{', '.join(RULES)}; before it {' or '.join(f'{name}+' for name in PREAGGREGATIONS)}",
+    values=f"{', '.join(RULES)}; before it nnm+",
     check=rule_named,
-    like=[*RULES, *(f"{before}+{rule}" for before in PREAGGREGATIONS for rule in RULES)],
+    like=[*RULES, *(f"nnm+{rule}" for rule in RULES)],
 )
 
 HAS_STATISTICS = Used("a method whose BatchNorm statistics the server combines", lambda config: config.build_method().has_statistics)
