@@ -294,9 +294,9 @@ class SharedModel:
             mean[name].copy_(state[name])
         learnable = {name: tensor for name, tensor in mean.items() if name in names}
         if section == "gradients":
-            step.optimizer.step_within(state, learnable, None, step.rate)
+            step.optimizer.step(state, learnable, None, step.rate)
             return learnable, distances
-        step.optimizer.step_within(state, learnable, difference)
+        step.optimizer.step(state, learnable, difference)
         return mean, distances
 
     def combined(self, parts: Sequence[Reply], phase: Phase, defence: Defence | None, pace: float = 1.0) -> dict[str, Running]:
