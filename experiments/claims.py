@@ -374,7 +374,7 @@ def _comparison(value: Any, where: str) -> Comparison:
         raise wrong
     for key in value:
         if key not in COMPARISON:
-            raise ConfigError(f"{FILE}: {where}: {unknown('key', key, COMPARISON, ' in a comparison')}")
+            raise ConfigError(f"{FILE}: {where}: {unknown('key in a comparison:', key, COMPARISON)}")
     sides = [_side(value.get(name)) for name in ("left", "right")]
     texts: dict[str, Any] = {key: value.get(key, "") for key in ("metric", "figure")}
     pairs: dict[str, Any] = {key: _pair(value[key]) for key in ("paper", "about", "spread") if key in value}

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fl_bn.app import assembly
@@ -181,5 +181,5 @@ def write(outcomes: Sequence[Outcome], client: Newcomer, config: RunConfig, fold
     for outcome in outcomes:
         metadata = {"method": config.method, "model": config.model, "how": outcome.how, "client": client.name}
         names = plain_names(outcome.model)
-        state = {names[name]: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in outcome.model.state_dict().items()}
-        durable.write(folder / f"model-{outcome.how}.safetensors", save(state, metadata), mode=0o666)
+        state = {names[name]: tensor for name, tensor in outcome.model.state_dict().items()}
+        durable.save_network(folder / f"model-{outcome.how}.safetensors", state, metadata)

@@ -16,7 +16,6 @@ from typing import IO, Any, Self
 
 import tomli_w
 import torch
-from safetensors.torch import save
 
 from fl_bn.app.assembly import task
 from fl_bn.app.checkpoints import CONFIG, FOLDER, Checkpoints, run_to_resume
@@ -269,9 +268,9 @@ class RunDirectory(Callback):
         metadata = {"method": self.config.method, "model": self.config.model, "rounds": str(min(len(self.records), self.config.rounds))}
         plain = plain_names(transport.shared.model)
         unseen = {plain[name]: tensor for name, tensor in transport.evaluations.unseen.items()}
-        for name, tensors in (("model", dict(transport.running.arrays())), ("unseen-client", unseen)):
+        for name, tensors in (("model", transport.running.arrays()), ("unseen-client", unseen)):
             if tensors or name == "model":
-                durable.write(path / f"{name}.safetensors", durable.in_order(save(tensors, metadata)), mode=0o666)
+                durable.save_network(path / f"{name}.safetensors", tensors, metadata)
 
 
 def as_typed(path: Path) -> str:

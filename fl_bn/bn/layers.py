@@ -102,6 +102,7 @@ class SharedNorm(OwnBatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input`` (B, C, *), then call the submodules of ``then``."""
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
         y = _BatchNorm.forward(self, input) if self.refills else self.normalised(input)
         for name in self.then:
             y = getattr(self, name)(y)
@@ -110,10 +111,6 @@ class SharedNorm(OwnBatchNorm):
     def normalised(self, x: Tensor) -> Tensor:
         """Normalise ``x`` (B, C, *) with the subclass's statistics, scale and shift."""
         raise NotImplementedError
-
-    def check_input(self, x: Tensor) -> None:
-        """Check the number of dimensions of ``x`` as the replaced layer does."""
-        self._check_input_dim(x)  # type: ignore[no-untyped-call]
 
     def normalise_shared(self, x: Tensor) -> Tensor:
         """Normalise ``x`` (B, C, *) with the running statistics, without their gradient."""
@@ -128,7 +125,6 @@ class FederatedBatchNorm(SharedNorm):
 
     def normalised(self, x: Tensor) -> Tensor:
         """Normalise ``x`` (B, C, *) with the shared statistics, scale and shift."""
-        self.check_input(x)
         if self.observation is not None:
             self.observation(self, x)
         return self.normalise_shared(x)
@@ -165,7 +161,6 @@ class HybridBatchNorm(SharedNorm):
 
     def normalised(self, x: Tensor) -> Tensor:
         """Normalise ``x`` (B, C, *) with the mixture; in evaluation, with the shared statistics."""
-        self.check_input(x)
         if not self.training:
             if self.observation is not None:
                 self.observation(self, x)

@@ -21,7 +21,6 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from fl_bn.bn.modules import named_modules
 from fl_bn.support.names import expected, names_of, nearest
 
 
@@ -283,4 +282,4 @@ def _tracks_statistics(module: nn.Module) -> bool:
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     """Return every BatchNorm layer of ``model``, torch's or fl-bn's, by name."""
-    return {name: module for name, module in named_modules(model).items() if isinstance(module, _BatchNorm)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -56,7 +54,11 @@ def epoch_batches(n: int, batch_size: int, rng: np.random.Generator, least: int 
             ``batch_size``.
         ValueError: ``batch_size`` is below 2.
     """
-    _check(n, batch_size, least, drop_last)
+    if batch_size < 2:
+        raise ValueError(f"batch_size must be at least 2 (a batch of one has no variance), but got {batch_size}")
+    check_size(n, least)
+    if drop_last and n < batch_size:
+        raise ClientTooSmall(f"drop-last leaves out a batch of fewer than {batch_size} samples, and this client has {n}: add samples")
     used = rng.permutation(n)[: whole(n, batch_size)] if drop_last else rng.permutation(n)
     return np.split(used, cuts(len(used), batch_size))
 
@@ -86,7 +88,7 @@ def distinct(n: int, batch_size: int, *, epochs: int = 0, steps: int = 0, drop_l
 
 def draw_batches(
     n: int, batch_size: int, rng: np.random.Generator, *, epochs: int = 0, steps: int = 0, least: int = 2, drop_last: bool = False
-) -> Iterator[Indices]:
+) -> list[Indices]:
     """Draw the batches of ``epochs`` passes, or of ``steps`` local steps.
 
     Each pass has a new order. Steps take as many passes as they need.
@@ -106,23 +108,14 @@ def draw_batches(
     Raises:
         ClientTooSmall: ``n`` is below ``least``, or with ``drop_last`` below
             ``batch_size``.
-        ValueError: ``batch_size`` is below 2, or not exactly one of epochs and
-            steps is positive.
+        ValueError: ``batch_size`` is below 2.
     """
-    _check(n, batch_size, least, drop_last)
-    if min(epochs, steps) != 0 or max(epochs, steps) <= 0:
-        raise ValueError(f"exactly one of epochs and steps must be positive and the other 0, but got epochs={epochs} and steps={steps}")
-    return _draw(n, batch_size, rng, epochs, steps, least, drop_last)
-
-
-def _draw(n: int, batch_size: int, rng: np.random.Generator, epochs: int, steps: int, least: int, drop_last: bool) -> Iterator[Indices]:
-    """Yield the batches of ``draw_batches``."""
+    batches = list[Indices]()
     for _ in range(epochs):
-        yield from epoch_batches(n, batch_size, rng, least, drop_last)
-    while steps > 0:
-        for batch in epoch_batches(n, batch_size, rng, least, drop_last)[:steps]:
-            steps -= 1
-            yield batch
+        batches += epoch_batches(n, batch_size, rng, least, drop_last)
+    while len(batches) < steps:
+        batches += epoch_batches(n, batch_size, rng, least, drop_last)
+    return batches[:steps] if steps else batches
 
 
 def check_size(n: int, least: int = 2) -> None:
@@ -131,11 +124,3 @@ def check_size(n: int, least: int = 2) -> None:
         raise ClientTooSmall("a client needs at least 1 sample, but this client has none: use fewer clients, or another partition")
     if n < least:
         raise ClientTooSmall(f"batch statistics need at least 2 samples, but this client has {n}: use fewer clients")
-
-
-def _check(n: int, batch_size: int, least: int, drop_last: bool) -> None:
-    if batch_size < 2:
-        raise ValueError(f"batch_size must be at least 2 (a batch of one has no variance), but got {batch_size}")
-    check_size(n, least)
-    if drop_last and n < batch_size:
-        raise ClientTooSmall(f"drop-last leaves out a batch of fewer than {batch_size} samples, and this client has {n}: add samples")

@@ -15,14 +15,13 @@ from statistics import median
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.bn.moments import Average, Moments, Running, weighted_mean
 from fl_bn.bn.roles import Role, batch_norms
 from fl_bn.federation.values import Named
 from fl_bn.methods import LayerReports
 from fl_bn.options import Used, option
-from fl_bn.robust import PREAGGREGATIONS, RULES, Report, Rule, rule_named
+from fl_bn.robust import RULES, Report, Rule, rule_named
 
 BLOCK = 1 << 17  # values; a MB of float64
 
@@ -30,9 +29,9 @@ dtype_name = lru_cache(str)  # NumPy computes the name anew each time
 
 ruled = partial(
     option,
-    values=f"{', '.join(RULES)}; before it {' or '.join(f'{name}+' for name in PREAGGREGATIONS)}",
+    values=f"{', '.join(RULES)}; before it nnm+",
     check=rule_named,
-    like=[*RULES, *(f"{before}+{rule}" for before in PREAGGREGATIONS for rule in RULES)],
+    like=[*RULES, *(f"nnm+{rule}" for rule in RULES)],
 )
 
 HAS_STATISTICS = Used("a method whose BatchNorm statistics the server combines", lambda config: config.build_method().has_statistics)
@@ -111,7 +110,6 @@ def combine(
     shared: Mapping[str, Running],
     reports: Sequence[Mapping[str, Moments]],
     steps: Sequence[float],
-    layers: Mapping[str, _BatchNorm],
     defence: Defence | None = None,
     pace: float = 1.0,
     scales: Mapping[str, float] | None = None,
@@ -134,9 +132,8 @@ def combine(
         if total < least or (defence is not None and defence.too_few(sum(part.count > 0 for part in parts))):
             continue
         mean_steps = sum(report[name].count * step for report, step in zip(reports, steps, strict=True) if name in report) / total
-        momentum = layers[name].momentum
-        momentum, scale = 0.1 if momentum is None else momentum, (scales or {}).get(name, math.inf)
-        new[name] = rule(LayerReports(shared[name], parts, momentum, mean_steps, average, pace, scale))
+        scale = (scales or {}).get(name, math.inf)
+        new[name] = rule(LayerReports(shared[name], parts, mean_steps, pace, average, scale))
     return new
 
 

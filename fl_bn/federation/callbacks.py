@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from fl_bn.federation.record import RoundRecord
@@ -240,19 +238,13 @@ class KeepBest(Best):
         if not self.better(record):
             return
         about = {"round": str(record.round), self.name: repr(self.best)}
-        _write(self.path, self.running.arrays(), about)
+        durable.save_network(self.path, self.running.arrays(), about)
         for client, arrays in self.running.clients().items():
             own = self.path.with_name(f"{self.path.stem}-client-{client}{self.path.suffix}")
-            _write(own, arrays, {**about, "client": str(client)})
+            durable.save_network(own, arrays, {**about, "client": str(client)})
 
     def on_end(self, error: BaseException | None) -> None:
         """Log the best value, its round, and the file."""
         super().on_end(error)
         if self.round:
             LOGGER.info("best %s: %.4g in round %s, kept in %s", self.name, self.best, self.round, self.path)
-
-
-def _write(path: Path, arrays: Mapping[str, Tensor], about: dict[str, str]) -> None:
-    """Write tensors to a safetensors file, in row-major order."""
-    rows = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in arrays.items()}
-    durable.write(path, durable.in_order(save(rows, about)), mode=0o666)

@@ -102,11 +102,11 @@ def data(longest: int, least: int = 0, default: Any = NEEDED) -> Field:
     return Field(lambda v: type(v) is bytes and least <= len(v) <= longest, f"{least}..{longest} bytes", default)
 
 
-def wholes(items: int, most: int = 2**64 - 1, default: Any = NEEDED) -> Field:
-    """Declare a list of up to ``items`` whole numbers of 0 to ``most``."""
+def wholes(items: int, default: Any = NEEDED) -> Field:
+    """Declare a list of up to ``items`` whole numbers of 64 bits."""
 
     def fits(value: Any) -> bool:
-        return type(value) is list and len(value) <= items and all(type(n) is int and 0 <= n <= most for n in value)
+        return type(value) is list and len(value) <= items and all(type(n) is int and 0 <= n < 2**64 for n in value)
 
     return Field(fits, f"a list of up to {items} whole numbers >= 0", default)
 

@@ -137,9 +137,9 @@ class SeededBatches:
     def epochs(self, seed: int, client: int, round: int, epochs: int) -> IndexBatches:
         """Return batches for ``epochs`` passes of a client's round (from 1), in seeded order."""
         rng, n = seeded(seed, client, round, BATCHES), len(self.samples)
-        drawn = draw_batches(n, self.batch_size, rng, epochs=epochs, least=1) if n else iter(())
+        drawn = draw_batches(n, self.batch_size, rng, epochs=epochs, least=1) if n else []
         like = torch.zeros(0, dtype=self.dtype)
-        return IndexBatches(self.samples, list(drawn), like)
+        return IndexBatches(self.samples, drawn, like)
 
 
 def in_dtype(loaders: Sequence[Loader], dtype: torch.dtype) -> tuple[Loader, ...]:

@@ -159,16 +159,7 @@ class ServerOptimizer:
         own._parameters, own._optimizer = {}, None
         return own
 
-    def step(self, weights: Named, gradient: Named, learning_rate_factor: float = 1.0) -> dict[str, Tensor]:
-        """Return the weights that have a gradient after one step, in float64.
-
-        ``learning_rate_factor`` multiplies the step size.
-        """
-        result = {name: tensor.to(torch.float64, copy=True) for name, tensor in gradient.items()}
-        self.step_within(weights, result, None, learning_rate_factor)
-        return result
-
-    def step_within(self, weights: Named, tensors: Named, gradient: Gradient | None = None, learning_rate_factor: float = 1.0) -> None:
+    def step(self, weights: Named, tensors: Named, gradient: Gradient | None = None, learning_rate_factor: float = 1.0) -> None:
         """Write the weights after one step into ``tensors``, copying one at a time.
 
         Args:

@@ -168,7 +168,7 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
     for number in count(1):
         before = running_statistics(model)
         reports = [_as_sent(statistics_pass(model, samples, StatisticsPass.for_exchange(INPUTS), seeded(0)), dtype) for samples in clients]
-        store_statistics(model, combine(replace_by_pooled, before, reports, [1] * len(reports), layers))
+        store_statistics(model, combine(replace_by_pooled, before, reports, [1] * len(reports)))
         kept_layers = unreached(list(layers), number) if not passes or passes >= len(layers) else ()
         after = running_statistics(model)
         outcomes.append(Pass.between(number, len(clients), before, after, epsilons(model), tolerance, kept_layers=kept_layers))

@@ -157,7 +157,7 @@ class LocalTraining(Options):
             ClientTooSmall: The client has too few samples.
         """
         several = {"epochs": self.epochs, "steps": self.steps, "least": least}
-        return list(draw_batches(samples, self.batch_size, rng, **several, drop_last=self.drop_last))
+        return draw_batches(samples, self.batch_size, rng, **several, drop_last=self.drop_last)
 
     def planned(self, samples: int) -> int:
         """Return a client's weight by its ``samples``, as known before its round."""

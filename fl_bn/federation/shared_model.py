@@ -294,9 +294,9 @@ class SharedModel:
             mean[name].copy_(state[name])
         learnable = {name: tensor for name, tensor in mean.items() if name in names}
         if section == "gradients":
-            step.optimizer.step_within(state, learnable, None, step.rate)
+            step.optimizer.step(state, learnable, None, step.rate)
             return learnable, distances
-        step.optimizer.step_within(state, learnable, difference)
+        step.optimizer.step(state, learnable, difference)
         return mean, distances
 
     def combined(self, parts: Sequence[Reply], phase: Phase, defence: Defence | None, pace: float = 1.0) -> dict[str, Running]:
@@ -314,7 +314,7 @@ class SharedModel:
             self.unseen = [layer for layer in shared if not any(one[layer].count for one in reports if layer in one)]
         steps = [part.steps for part in parts]
         if self.method.refresh is Refresh.REPORTED:
-            self.reported = combine(self.method.renew, shared, reports, steps, self.layers, defence)
+            self.reported = combine(self.method.renew, shared, reports, steps, defence)
         return self.by_rule(reports, steps, pace, defence)
 
     def by_rule(
@@ -322,7 +322,7 @@ class SharedModel:
     ) -> dict[str, Running]:
         """Combine moments, or reported running statistics with counts of samples, by the method's rule."""
         least = 1 if self.method.report is StatisticsReport.RUNNING else 2
-        return combine(self.method.combine, self.statistics(), reports, steps, self.layers, defence, pace, self.scales, least)
+        return combine(self.method.combine, self.statistics(), reports, steps, defence, pace, self.scales, least)
 
     def measured(self, parts: Sequence[Reply], defence: Defence | None, what: str = INPUTS) -> dict[str, Running]:
         """Combine the replies of a statistics-only exchange into shared statistics.
@@ -333,7 +333,7 @@ class SharedModel:
         rule = replace_by_pooled if what == INPUTS else self.method.renew
         reports = [decode_moments(part.sections["moments"]) for part in parts]
         self._note_reached(parts, reports)
-        return combine(rule, self.statistics(), reports, [1] * len(parts), self.layers, defence)
+        return combine(rule, self.statistics(), reports, [1] * len(parts), defence)
 
     def _note_reached(self, parts: Sequence[Reply], reports: Sequence[Mapping[str, Moments]]) -> None:
         if any(part.samples for part in parts):

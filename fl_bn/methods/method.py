@@ -147,8 +147,8 @@ class LayerReports:
         parts: one ``Moments`` per client.
         steps: the clients' training batches: a mean, weighted by the counts of
             ``parts``.
-        average: combines n clients' values.
         pace: the learning rate divided by that of round 1.
+        average: combines n clients' values.
         scale: the standard deviation of the layer's input at the start, to which
             the server rescaled it (``federation.unit_scale``); infinite if it did
             not.
@@ -156,10 +156,9 @@ class LayerReports:
 
     shared: Running
     parts: Sequence[Moments]
-    momentum: float
     steps: float
-    average: Average = weighted_mean
     pace: float = 1.0
+    average: Average = weighted_mean
     scale: float = math.inf
 
 

@@ -112,7 +112,6 @@ class StaticBatchNorm(SharedNorm):
 
     def normalised(self, x: Tensor) -> Tensor:
         """Normalise ``x`` (B, C, *): in training with its own moments."""
-        self.check_input(x)
         if self.observation is not None:
             self.observation(self, x)
         if not self.training:

@@ -100,10 +100,6 @@ class View:
             return gram.gram(self.matrix)
         return self.whole.gram.mixed(self.mix)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return the rows (n, d), for rules that users write."""
-        return np.asarray(self.matrix if self.mix is None else self.mix @ self.matrix, dtype)
-
     def mixed(self, mix: np.ndarray) -> View:
         """Return a view of the mixtures ``mix @ rows``. Every row of ``mix`` sums to 1."""
         mix = mix if self.mix is None else mix @ self.mix
@@ -223,11 +219,11 @@ def krum(rows: Rows | View, f: int = 0) -> Outcome:
     return multi_krum(rows, f, select=1)
 
 
-def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None, neighbours: int | None = None) -> Outcome:
+def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None) -> Outcome:
     """Return the mean of the rows with the smallest sums of squared distances to their nearest.
 
-    ``select`` rows are averaged, n - f by default. Sums are over the ``neighbours``
-    nearest rows, n - f - 2 by default, as in the paper. ByzFL uses n - f - 1.
+    ``select`` rows are averaged, n - f by default. Sums are over the n - f - 2
+    nearest rows, as in the paper. ByzFL uses n - f - 1.
 
     References:
         Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017.
@@ -235,7 +231,7 @@ def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None, neig
 
     def rule(view: View) -> Outcome:
         n = view.n
-        near = min(n - 1, max(1, n - view.f - 2) if neighbours is None else neighbours)
+        near = min(n - 1, max(1, n - view.f - 2))
         chosen = min(n, n - view.f if select is None else select)
         squares = np.sort(view.gram.squared_distances, axis=1)[:, 1 : near + 1]
         scores = squares.sum(1)
@@ -290,45 +286,17 @@ def nnm(rows: Rows | View, f: int = 0, *, then: Rule = median) -> Outcome:
     return on_view(rows, f, 2 * f + 1, "nnm", rule)
 
 
-def bucketing(rows: Rows | View, f: int = 0, *, then: Rule = median, size: int = 2, seed: int = 0) -> Outcome:
-    """Shuffle the rows into buckets of ``size``, and apply ``then`` to their averages.
-
-    References:
-        Karimireddy et al., Byzantine-Robust Learning on Heterogeneous Datasets via
-        Bucketing, ICLR 2022.
-    """
-
-    def rule(view: View) -> Outcome:
-        if size == 1:
-            return then(view, view.f)
-        order = np.random.default_rng(seed).permutation(view.n)
-        buckets = -(-view.n // size)
-        mix = np.zeros((buckets, view.n))
-        for bucket in range(buckets):
-            members = order[bucket * size : (bucket + 1) * size]
-            mix[bucket, members] = 1 / len(members)
-        return then(view.mixed(mix), view.f)
-
-    return on_view(rows, f, 2 * f * size + 1, "bucketing", rule)
-
-
 _RULES = (mean, median, trimmed_mean, krum, multi_krum, geometric_median, centered_clipping)
 RULES: dict[str, Rule] = {rule.__name__.replace("_", "-"): rule for rule in _RULES}
-PREAGGREGATIONS: dict[str, Any] = {"nnm": nnm, "bucketing": bucketing}
 
 
 def rule_named(name: str) -> Rule:
-    """Return the rule named ``"median"``, ``"nnm+trimmed-mean"``, ``"bucketing+nnm+krum"`` or so.
+    """Return the rule named ``"median"``, ``"nnm+trimmed-mean"`` or so.
 
     Raises:
-        ValueError: a part of the name is unknown.
+        ValueError: there is no rule of this name.
     """
-    *before, last = str(name).split("+")
-    if last not in RULES or any(part not in PREAGGREGATIONS for part in before):
-        raise ValueError(
-            f"expected a rule ({', '.join(RULES)}), alone or after {' or '.join(f'{p}+' for p in PREAGGREGATIONS)}, but got {name!r}"
-        )
-    rule = RULES[last]
-    for part in reversed(before):
-        rule = partial(PREAGGREGATIONS[part], then=rule)
-    return rule
+    last = str(name).removeprefix("nnm+")
+    if last not in RULES:
+        raise ValueError(f"expected a rule ({', '.join(RULES)}), alone or after nnm+, but got {name!r}")
+    return RULES[last] if name == last else partial(nnm, then=RULES[last])

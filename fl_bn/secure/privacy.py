@@ -148,8 +148,8 @@ class Accountant:
     A statistics-only exchange has one.
     """
 
-    def __init__(self, privacy: Privacy, releases: int = 0) -> None:
-        self.privacy, self.releases = privacy, releases
+    def __init__(self, privacy: Privacy) -> None:
+        self.privacy, self.releases = privacy, 0
         self._journal: Journal | None = None
 
     def keep_in(self, journal: Journal) -> None:

@@ -114,22 +114,25 @@ def _make(folder: Path) -> None:
         sync_folder(folder.parent)
 
 
-def save_network(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a network to a safetensors file without metadata, with the usual permissions.
+def save_network(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
+    """Write a network to a safetensors file with the metadata ``about``, with the usual permissions.
 
     If that fails (``OSError``), the former content stays, as for ``write``.
     """
+    write(path, in_order(_saved(tensors, about)), mode=0o666)
+
+
+def _saved(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None) -> bytes:
+    """Return the content of a safetensors file, with tensors in row-major order."""
     from safetensors.torch import save
 
-    write(path, save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}), mode=0o666)
+    return save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, dict(about) if about else None)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
     """Write tensors durably, with the metadata ``about``, as ``write`` does."""
-    from safetensors.torch import save
-
     place = secrets.token_hex(len(BLANK) // 2)  # a random text that occurs nowhere else in the file
-    data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, {**about, CHECKSUM: place})
+    data = _saved(tensors, {**about, CHECKSUM: place})
     head, rest = data.split(place.encode(), 1)
     write(path, head + hashlib.sha256(head + BLANK.encode() + rest).hexdigest().encode() + rest)
 

@@ -50,14 +50,13 @@ def names_of(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",")) if text.strip() else ()
 
 
-def unknown(what: str, name: object, known: Collection[str], where: str = "") -> str:
+def unknown(what: str, name: object, known: Collection[str]) -> str:
     """Return the message for an unknown name, with the nearest known name, or with all.
 
-    ``what`` is the kind of thing, such as "key". ``where``, such as " in [data]",
-    follows the name.
+    ``what`` is the kind of thing, such as "key" or "key in [data]:".
     """
     near = nearest(name, known)
-    return f"unknown {what} {short(name)}{where}" + (near or f" (known: {', '.join(known)})")
+    return f"unknown {what} {short(name)}" + (near or f" (known: {', '.join(known)})")
 
 
 def expected(what: str, name: object, known: Collection[str], others: str = "", hidden: Collection[str] = ()) -> str:

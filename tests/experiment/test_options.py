@@ -39,7 +39,8 @@ def comparable(value: Any) -> Any:
         return value
     weights, steps = {"w": torch.ones(3, dtype=torch.float64)}, []
     for _ in range(3):
-        weights = value.step(weights, {"w": weights["w"] ** 2})
+        before, weights = weights, {"w": weights["w"] ** 2}
+        value.step(before, weights)
         steps.append(weights["w"].tolist() + value.lookahead(weights).get("w", torch.zeros(0)).tolist())
     return steps
 

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
-from fl_bn.flower.wire import messages
-from fl_bn.flower.wire.codec import Form, array_from
+from fl_bn.federation import replies
+from fl_bn.federation.fields import Form
+from fl_bn.flower.wire import codec, messages
+from fl_bn.flower.wire.codec import array_from
 from fl_bn.task import CLASSIFICATION, TASKS, Regression
 from tests.hostile.liars import WireError
 from tests.hostile.recorded import SCENARIOS, recorded
@@ -17,22 +19,22 @@ from tests.listed import listed
 from tests.refusals import refused
 from tools.hostile.mutations import changed_array, npy
 
-FORMS = {name: value for name, value in vars(messages).items() if isinstance(value, Form)}
+FORMS = {name: value for part in (replies, codec, messages) for name, value in vars(part).items() if isinstance(value, Form)}
 FORMS |= {f"evaluated, {name}": messages.evaluated(task()) for name, task in TASKS.items()}
 
 EITHER = messages.TO_TRAIN.and_also(messages.TO_MEASURE, messages.TO_EVALUATE, messages.COMBINED_HISTORY)  # a secure sum
-HEADER, METRICS = {"fl-bn/header": messages.HEADER}, "fl-bn/metrics"
+HEADER, METRICS = {"fl-bn/header": codec.HEADER}, "fl-bn/metrics"
 TOLD = {**HEADER, "fl-bn/config": EITHER}  # in each stage of a secure sum
 SUM = "secaggplus_configs"
 EXPECTED: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {  # what a message asks for -> its records, and those of the reply
     "query.hello": ({}, {"fl-bn/hello": messages.HELLO}),
     "train": (
         {**HEADER, "fl-bn/config": messages.TO_TRAIN},
-        {**HEADER, METRICS: messages.TRAINED.and_also(messages.REQUESTED)},
+        {**HEADER, METRICS: replies.TRAINED.and_also(messages.REQUESTED)},
     ),
-    "query.statistics": ({**HEADER, "fl-bn/config": messages.TO_MEASURE}, {**HEADER, METRICS: messages.REPLIED}),
+    "query.statistics": ({**HEADER, "fl-bn/config": messages.TO_MEASURE}, {**HEADER, METRICS: replies.REPLIED}),
     "evaluate": ({**HEADER, "fl-bn/config": messages.TO_EVALUATE}, {**HEADER, METRICS: messages.evaluated(CLASSIFICATION)}),
-    "query.kept": ({**HEADER, "fl-bn/config": messages.TO_TELL}, {**HEADER, METRICS: messages.REPLIED}),
+    "query.kept": ({**HEADER, "fl-bn/config": messages.TO_TELL}, {**HEADER, METRICS: replies.REPLIED}),
     "train setup": (
         {**TOLD, SUM: messages.SET_UP},
         {SUM: messages.KEYS, "fl-bn/plan": messages.PLAN, "fl-bn/told": messages.OWN_HISTORY},
@@ -77,7 +79,7 @@ def test_an_undeclared_field_is_dropped() -> None:
     values = messages.HELLO.read({"client": 1, "clients": 2, "samples": 3, "signature": "a", "label-counts": "[1, 2]", "height": 180})
     assert values["label-counts"] == (1, 2)
     assert "height" not in values
-    trained = messages.TRAINED.read({"samples": 3, "steps": 1, "loss": 0.5})
+    trained = replies.TRAINED.read({"samples": 3, "steps": 1, "loss": 0.5})
     assert ("kept" in trained, trained["waited"]) == (False, 0.0)
 
 

@@ -43,23 +43,23 @@ def shared(deviation: float = 1.0) -> Running:
     ],
 )
 def test_the_weight_of_a_round(options: dict[str, object], steps: float, pace: float, weight: float) -> None:
-    after = fbn(**options).combine(LayerReports(shared(), [PART], 0.1, steps, pace=pace))
+    after = fbn(**options).combine(LayerReports(shared(), [PART], steps, pace=pace))
     assert torch.allclose(after.mean, weight * PART.mean, rtol=1e-12)
     assert torch.allclose(after.var, (1 - weight) + weight * PART.bessel(), rtol=1e-12)
 
 
 def test_tracking_stops_where_the_scale_has_grown() -> None:
     for deviation, moves in {0.1: 0.2, 1.0: 0.2, 1.5**0.5: 0.1, 1.5: 0.0, 9.0: 0.0}.items():
-        reports = LayerReports(shared(deviation), [PART], 0.1, 1.0, scale=1.0)
+        reports = LayerReports(shared(deviation), [PART], 1.0, scale=1.0)
         for follows in (fbn(tracking=0.2), hbn(tracking=0.2)):
             assert float(follows.combine(reports).mean[0]) == pytest.approx(moves, abs=1e-12)
-            assert float(follows.combine(LayerReports(shared(deviation), [PART], 0.1, 1.0)).mean[0]) == pytest.approx(
+            assert float(follows.combine(LayerReports(shared(deviation), [PART], 1.0)).mean[0]) == pytest.approx(
                 0.2
             )  # nothing was rescaled
         for paper in (fbn(momentum=0.2), hbn(lam=0.2)):  # Algorithm 2, and HBN's equation 11, know no limit
             assert float(paper.combine(reports).mean[0]) == pytest.approx(0.2)
     for scale, moves in ((1.0, 0.2), (0.5, 0.1)):  # by the server: from there it has grown by the square root of 1.5
-        reports = LayerReports(shared(0.375**0.5), [PART], 0.1, 1.0, scale=scale)
+        reports = LayerReports(shared(0.375**0.5), [PART], 1.0, scale=scale)
         assert float(fbn(tracking=0.2).combine(reports).mean[0]) == pytest.approx(moves)
 
 

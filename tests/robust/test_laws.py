@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_bn.robust import PREAGGREGATIONS, RULES, Rule, bucketing, krum, mean, median, multi_krum, nnm, rule_named, trimmed_mean
+from fl_bn.robust import RULES, Rule, mean, median, nnm, rule_named, trimmed_mean
 from tests.listed import listed
 from tests.refusals import naming
-from tests.robust.cases import MIXED, NAMES, SIMPLE, SIZES, TOLERANCE, apart, close, cohorts, few
+from tests.robust.cases import MIXED, NAMES, SIMPLE, SIZES, TOLERANCE, apart, close, cohorts, few, mixed_rows
 
 SELECTING = [name for name in MIXED if name != "nnm+mean"]
 UNMOVED = ["median", "trimmed-mean", "krum", "multi-krum", *SELECTING]
@@ -158,8 +157,6 @@ HALF = ["median", "trimmed-mean", "geometric-median", "centered-clipping"]
 FEWEST: list[tuple[Rule, int, int]] = [  # a rule, f, and the fewest rows that it takes
     *((rule_named(name), f, 2 * f + 1) for name in (*HALF, "nnm+mean", "nnm+median") for f in (1, 4)),
     *((rule_named(name), f, 2 * f + 3) for name in ("krum", "multi-krum", "nnm+krum", "nnm+multi-krum") for f in (0, 1, 3)),
-    *((partial(bucketing, size=size), f, 2 * f * size + 1) for f in (1, 2) for size in (1, 2, 3)),
-    (partial(bucketing, then=krum), 1, 9),  # five buckets of two: the rule after it has its own bound
 ]
 
 
@@ -186,19 +183,17 @@ def test_rows_are_finite_vectors_of_one_length(name: str, case: str) -> None:
         rule_named(name)(rows, 0)
 
 
-@listed("name", ["", "medain", "nnm", "nnm+", "median+nnm", "krum+median"])
+@listed("name", ["", "medain", "nnm", "nnm+", "median+nnm", "krum+median", "nnm+nnm+median"])
 def test_unknown_names(name: str) -> None:
     with naming(repr(name)) as caught:
         rule_named(name)
-    assert all(known in str(caught.value) for known in [*RULES, *PREAGGREGATIONS])
+    assert all(known in str(caught.value) for known in [*RULES, "nnm+"])
 
 
-def test_names_are_read_from_left_to_right(rng: np.random.Generator) -> None:
+def test_nnm_before_a_rule_s_name(rng: np.random.Generator) -> None:
     x = rng.normal(size=(15, 3))
     assert rule_named("median") is median
     np.testing.assert_array_equal(rule_named("nnm+trimmed-mean")(x, 2).value, nnm(x, 2, then=trimmed_mean).value)
-    by_hand = bucketing(x, 2, then=partial(nnm, then=multi_krum)).value
-    np.testing.assert_array_equal(rule_named("bucketing+nnm+multi-krum")(x, 2).value, by_hand)
-    assert np.abs(nnm(x, 2, then=partial(bucketing, then=multi_krum)).value - by_hand).max() > 1e-3  # control
     np.testing.assert_array_equal(nnm(x, 2).value, nnm(x, 2, then=median).value)
-    np.testing.assert_array_equal(bucketing(x, 2).value, bucketing(x, 2, then=median, size=2, seed=0).value)
+    assert np.abs(nnm(x, 2).value - median(x, 2).value).max() > 1e-3  # control
+    close(nnm(x, 2, then=nnm).value, nnm(mixed_rows(x, 2), 2).value)

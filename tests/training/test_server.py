@@ -131,7 +131,7 @@ def test_drift_names_the_layer_that_moved_most_or_diverged() -> None:
 # The defence
 
 
-NAMES = (*RULES, "nnm+median", "nnm+trimmed-mean", "nnm+krum", "bucketing+median")
+NAMES = (*RULES, "nnm+median", "nnm+trimmed-mean", "nnm+krum")
 
 
 def moments(count: int, value: float = 0.0) -> Moments:

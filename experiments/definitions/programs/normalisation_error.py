@@ -168,9 +168,8 @@ def _federated_round(shared: nn.Module, method: Method, batches: Tensor) -> None
             model(own)
         after = {name: Moments(len(own), running.mean, running.var) for name, running in running_statistics(model).items()}
         reports.append(after if method.report is StatisticsReport.RUNNING else pooled(observed))
-    layers = batch_norms(shared)
-    new = combine(method.combine, running_statistics(shared), reports, [1] * len(reports), layers)
-    for name, layer in layers.items():
+    new = combine(method.combine, running_statistics(shared), reports, [1] * len(reports))
+    for name, layer in batch_norms(shared).items():
         assert layer.running_mean is not None
         assert layer.running_var is not None
         layer.running_mean.copy_(new[name].mean)

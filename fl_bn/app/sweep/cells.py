@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing as mp
 import os
 import shutil
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -28,7 +25,7 @@ from fl_bn.app.config import ConfigError, RunConfig
 from fl_bn.app.former import read_config, renewed
 from fl_bn.app.history import LINES, read_rows
 from fl_bn.app.report.cells import CENTRALISED, OUTCOME, read_outcome
-from fl_bn.federation.engines.workers import cores
+from fl_bn.federation.engines.workers import cores, end_with
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.flower.compat import LOGGER
 from fl_bn.options import Value
@@ -200,7 +197,7 @@ def _run_batch(batch: Sequence[Cell], jobs: int, errors: dict[str, str], show: C
     Return those that have not ended. ``errors`` gets the errors of cells that fail,
     by name.
     """
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_end_with_parent)
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=end_with, initargs=(os.getpid(),))
     try:
         futures = {pool.submit(run_cell, cell): cell for cell in batch}
         pending = set(futures)
@@ -235,16 +232,3 @@ def _config(run: Path) -> dict[str, Any]:
         return {**RunConfig.from_mapping({"setup": own.get("setup", "")}).to_mapping(), **own} if keys else {}
     except ConfigError as error:
         raise ConfigError(f"{run} holds another run: {error}") from error
-
-
-def _end_with_parent() -> None:
-    """Make a worker process end with its parent, and leave Ctrl-C to the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = mp.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -45,19 +45,19 @@ class Done(NamedTuple):
 
 
 class Workers:
-    """Run tasks in ``count`` processes; 0: one for each core that this process may use.
+    """Run tasks in ``count`` processes.
 
     joblib keeps them for a while. Large arrays in arguments go to shared memory
     once, and are read-only.
 
     Raises:
-        ValueError: ``count`` is negative, or above ``MOST_WORKERS``.
+        ValueError: ``count`` is above ``MOST_WORKERS``.
     """
 
     def __init__(self, count: int) -> None:
-        if not 0 <= count <= MOST_WORKERS:
+        if count > MOST_WORKERS:
             raise ValueError(f"workers must be 0..{MOST_WORKERS} (0: one per core), but got {count}")
-        self.count = count or cores()
+        self.count = count
         self._pool: Parallel | None = None
         self._loading: Iterator[Any] = iter(())
         self._open = ExitStack()
@@ -137,9 +137,12 @@ def _load(module: str) -> None:
 
 
 @cache
-def _end_with_parent() -> None:
-    """End this worker with its parent, even a killed one. joblib's would stay for minutes."""
-    parent = os.getppid()
+def end_with(parent: int) -> None:
+    """Leave Ctrl-C to the process ``parent``, and end with it, even a killed one.
+
+    joblib's workers would stay for minutes.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -151,8 +154,7 @@ def _end_with_parent() -> None:
 
 def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]) -> tuple[Done, list[logging.LogRecord]]:
     """Run a task in a worker, without Ctrl-C. Return result and log records."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _end_with_parent()
+    end_with(os.getppid())
     sys.path[:] = path
     with _collected() as records:
         try:

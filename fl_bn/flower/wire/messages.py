@@ -30,10 +30,7 @@ from fl_bn.federation.fields import (
     wholes,
     wholes_by_name,
 )
-from fl_bn.federation.replies import REPLIED as SAMPLES
-from fl_bn.federation.replies import TRAINED as NUMBERS
 from fl_bn.flower.wire.codec import FOLDER, NAME, RESUMES, Form
-from fl_bn.flower.wire.codec import HEADER as HEADER
 from fl_bn.methods import INPUTS, MEASURED
 from fl_bn.secure.settings import FINEST, WIDEST
 from fl_bn.support.extras import version_of
@@ -64,8 +61,6 @@ HELLO = Form(
         "version": text(64, default=""),
     },
 )
-REPLIED = Form(SAMPLES.record, SAMPLES.fields)
-TRAINED = Form(NUMBERS.record, NUMBERS.fields)
 # a request in an exchange by replay; the session has the limits
 REQUESTED = Form("metrics", {"batch": whole(0, 2**63), "count": whole(0, 2**63), "passed": measured(0, default=0.0)})
 # fewest: the smallest number of samples that a metric summarises

@@ -110,8 +110,8 @@ def _from_its_node(reply: Message, message: Message) -> Message:
     return reply
 
 
-def _instead(message: Message, why: str, code: int = UNREADABLE) -> Message:
-    return Message(Error(code, why), reply_to=message)
+def _instead(message: Message, why: str) -> Message:
+    return Message(Error(UNREADABLE, why), reply_to=message)
 
 
 def copy_of(message: Message, ttl: float | None = None, kind: str = "") -> Message:
