@@ -106,7 +106,8 @@ def pieces(n: int, how: StatisticsPass, rng: np.random.Generator, batch_size: in
         if len(chosen) < 2:
             return []
         batch_size = min(batch_size, len(chosen))
-    most = len(chosen) // min(batch_size, 2)  # no batch of one beside others: layers that need two activations would leave it out
+    # no batch of one beside others, which layers that need two activations would leave out
+    most = len(chosen) // min(batch_size, 2)
     return np.array_split(chosen, max(1, min(round(len(chosen) / batch_size), most)))
 
 

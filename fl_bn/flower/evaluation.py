@@ -211,5 +211,9 @@ def kept_average(run: GridTransport, number: int) -> tuple[dict[str, Tensor], di
     except TooFew as error:
         log(logging.WARNING, "the layers for unseen clients are those that every client began with: %s", error)
         return {}, refused
-    means = {} if not tensors else defence.update(tensors, None)[0] if defence.active else average(tensors, [1.0] * len(tensors))
+    means: dict[str, Tensor] = {}
+    if tensors and defence.active:
+        means, _ = defence.update(tensors, None)
+    elif tensors:
+        means = average(tensors, [1.0] * len(tensors))
     return {name: mean.to(tensors[0][name].dtype) for name, mean in means.items()}, refused

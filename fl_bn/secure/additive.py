@@ -47,8 +47,9 @@ def deviations(own: Running | Moments, reference: Running, pooled: bool) -> tupl
     Args:
         own: a mean and a variance.
         reference: the public statistics.
-        pooled: whether the average is to give pooled moments. ``second`` is then as above. Otherwise it is ``var / s^2 -
-            1``, for methods that average running means and variances separately (FedAvg).
+        pooled: whether the average is to give pooled moments. ``second`` is then
+            as above. Otherwise it is ``var / s^2 - 1``, for methods that average
+            running means and variances separately (FedAvg).
 
     Returns:
         ``first`` and ``second``, (C,) each, float64.

@@ -113,7 +113,7 @@ def function(what: str, name: str, modules: Modules | None = None) -> Callable[.
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but one of its own imports is missing
+            raise ImportError(f"{what} {name!r} cannot be imported: {error}") from error
         raise ValueError(f"{what} {name!r}: there is no module {error.name!r}: install it, or set PYTHONPATH") from error
     value = getattr(module, function_name, None)
     if not callable(value):

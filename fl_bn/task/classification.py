@@ -119,8 +119,12 @@ class ClassificationAUC(Classification):
 
 
 def _area(others: Tensor, own: Tensor) -> Tensor:
-    """Compute the area under the ROC curve from counts by score, in ascending order; NaN where either has no sample."""
-    below = others.cumsum(0) - others / 2  # samples of other classes that score less; those of the same score count half
+    """Compute the area under the ROC curve from counts by score, in ascending order.
+
+    It is NaN where either has no sample.
+    """
+    # samples of other classes that score less; those of the same score count half
+    below = others.cumsum(0) - others / 2
     return (own * below).sum() / (own.sum() * others.sum())
 
 

@@ -68,7 +68,10 @@ class MultiLabel(Task):
 
 
 def _average_precision(wrong: Tensor, right: Tensor) -> Tensor:
-    """Compute it from counts by score, in descending order; NaN for a label that never occurs."""
+    """Compute it from counts by score, in descending order.
+
+    It is NaN for a label that never occurs.
+    """
     return (right / right.sum() * right.cumsum(0) / (right + wrong).cumsum(0)).sum()
 
 

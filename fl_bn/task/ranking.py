@@ -1,6 +1,8 @@
-"""Count the scores of a batch by value, so that the sums of batches and clients hold the order of all scores.
+"""Count the scores of a batch by value.
 
-The counts of N samples and K columns are a sparse vector: its places are column, target and value, one behind the other.
+So the sums of batches and clients hold the order of all scores. The counts of N
+samples and K columns are a sparse vector. A place in it is column, target and
+value, one behind the other.
 """
 
 from __future__ import annotations
@@ -27,11 +29,15 @@ def counted(scores: Tensor, targets: Tensor) -> Tensor:
     order = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits) + VALUES // 2
     columns = torch.arange(scores.shape[1], device=scores.device)
     places = ((columns * 2 + targets) * VALUES + order).flatten()
-    return torch.sparse_coo_tensor(places[None], torch.ones_like(places), (len(columns) * 2 * VALUES,), check_invariants=False)
+    size = (len(columns) * 2 * VALUES,)
+    return torch.sparse_coo_tensor(places[None], torch.ones_like(places), size, check_invariants=False)
 
 
 def tables(counts: Tensor) -> Iterator[Tensor]:
-    """Yield for each column how many samples of others and of its own (2, V) have each of its V values, in ascending order."""
+    """Yield each column's table (2, V) of counts: of samples of others, and of its own.
+
+    V is the number of the column's values, in ascending order.
+    """
     counts = counts.coalesce()
     places, numbers, columns = counts.indices()[0], counts.values(), len(counts) // (2 * VALUES)
     ends = torch.searchsorted(places, torch.arange(1, columns + 1) * 2 * VALUES).tolist()

@@ -282,7 +282,8 @@ def _private(parts: Sections, config: Mapping[str, Any], contributors: int, limi
         vector = {f"{s}/{k}": t for s, part in parts.items() if (s in STATISTICS) == statistics for k, t in part.items()}
         clip, multiplier = float(config[key]), float(config["dp-noise"])
         if vector and (reach := noise_reach(multiplier, clip, contributors)) > limit:
-            raise Insecure(f"noise of four deviations, {reach:.3g}, would be cut off at the quantiser's range of {limit:g}")
+            said = f"noise of four deviations, {reach:.3g}"
+            raise Insecure(f"{said}, would be cut off at the quantiser's range of {limit:g}")
         for name, tensor in noisy(clipped(vector, clip), clip, multiplier, contributors).items():
             section, _, key_of = name.partition("/")
             noised[section][key_of] = tensor

@@ -132,7 +132,8 @@ class SecureRounds:
             limit = self.settings.clipping_range
             loss = float(average["loss"]["loss"][0]) * LOSS_RANGE / limit if "loss" in average else float("nan")
             if "loss" in average and (beyond := _clients(total, average, LOSS, limit)):
-                loss, line = float("nan"), "round %s: the mean loss is not known, since the loss of %d of %d clients is not from -%g to %g"
+                loss = float("nan")
+                line = "round %s: the mean loss is not known, since the loss of %d of %d clients is not from -%g to %g"
                 log(logging.WARNING, line, record.round, beyond, len(total.plans), LOSS_RANGE, LOSS_RANGE)
             parts = _entries(total, loss)
             record = with_clients(record, RoundReplies(who, parts, total.refused), parts, total.refused, called=self.rounds.called)

@@ -156,8 +156,9 @@ def flags(loss: float, weight: float, statistics: bool, update: bool, limit: flo
     """
     fits = abs(loss) <= LOSS_RANGE  # NaN does not
     share = torch.tensor([loss / LOSS_RANGE * limit * weight if fits else 0.0])
-    cut = {"statistics": statistics, "update": update, LOSS: not fits}
-    return {"loss": {"loss": share}, "cut": {name: torch.tensor([limit * flag]) for name, flag in cut.items()}}
+    flagged = {"statistics": statistics, "update": update, LOSS: not fits}
+    cut = {name: torch.tensor([limit * flag]) for name, flag in flagged.items()}
+    return {"loss": {"loss": share}, "cut": cut}
 
 
 def evaluation_layout(task: type[Task] | Task) -> Layout:
@@ -171,7 +172,8 @@ def evaluation_parts(metrics: Mapping[str, float], task: Task, limit: float) -> 
     for name in (LOSS, task.metric):
         low, high = range_of(name, task)
         fits = low <= metrics[name] <= high  # NaN does not
-        shares[name] = torch.tensor([(metrics[name] - low) / (high - low) * limit if fits else 0.0], dtype=torch.float64)
+        share = (metrics[name] - low) / (high - low) if fits else 0.0
+        shares[name] = torch.tensor([share * limit], dtype=torch.float64)
         cut[name] = torch.tensor([limit * (not fits)])
     return {EVALUATION: shares, "cut": cut}
 

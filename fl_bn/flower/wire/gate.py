@@ -37,7 +37,8 @@ from fl_bn.support.durable import append
 from fl_bn.support.wire import WireError, excerpt, printable
 
 Handler = Callable[[Message, Context], Message]
-COUNTS = ("samples", "num-examples", "num_examples", "fewest")  # an evaluation's metrics that say how many samples the others summarise
+COUNTS = ("samples", "num-examples", "num_examples", "fewest")
+"""An evaluation's metrics that say how many samples the others summarise."""
 SPENT = "evaluations"  # name of a folder below state-dir; with ``OURS`` before it, of a record in Flower's context.state
 FAILURES, MOST_FAILURES = f"{OURS}failures", 3
 MASKING = "collect_masked_vectors"  # Flower's name of the stage whose reply depends on the data
@@ -131,7 +132,8 @@ class Gate:
         kind = SUM if RECORD_KEY_CONFIGS in message.content else self.kinds.get(name, Kind())
         if why := self._refusal(message, context, kind, limits):
             raise Refused(why)
-        masks = kind is SUM and config_of(message.content, RECORD_KEY_CONFIGS).get("stage") == MASKING  # before Flower's mod takes it out
+        # before Flower's mod takes the stage out
+        masks = kind is SUM and config_of(message.content, RECORD_KEY_CONFIGS).get("stage") == MASKING
         token = _entered.set(True)
         try:
             reply = handle(message, context)
