@@ -34,7 +34,7 @@ from fl_bn_site.answer import Answer, Site
 from fl_bn_site.apps import PACKET, PROGRAM, fork, listen
 from fl_bn_site.commands import COMPAT, of_1_25
 from fl_bn_site.folders import host_port
-from fl_bn_site.programs import SUPEREXEC, SUPERNODE, end, listens, start, wait_less
+from fl_bn_site.programs import SUPEREXEC, SUPERNODE, end, listens, pause_less, start
 
 SOCKET = "gate.sock"  # in the home of the gate: the command connects there
 SECRET = "superexec.secret"  # there, too: without it, each user of this machine could take messages of Flower 1.42 and answer them
@@ -88,7 +88,7 @@ def _work(run: Callable[[], None], connection: socket.socket, listener: socket.s
         signal.signal(number, signal.SIG_DFL)
     sys.argv = [PROGRAM, *json.loads(connection.recv(PACKET))]
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-    wait_less()
+    pause_less()
     run()
 
 

@@ -28,39 +28,30 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 SUPERNODE, SUPEREXEC = "flower-supernode", "flower-superexec"
-PAUSE, SHORTER = 1.0, 0.1  # seconds that Flower's SuperExec sleeps between two questions, and that it sleeps here
 GRACE = 8.0  # seconds that the programs have to end
 ASKING = 3.0  # seconds that Flower sleeps between two questions to the server; it sleeps less only while its app works
-SHORTEST = 0.1  # seconds between two looks for the answer of the app, or for a tensor; the shortest pause between two questions
+SHORTEST = 0.1  # seconds between two looks for the answer of the app, or for work; the shortest pause between two questions
 SHARE = 0.2  # of the time without a message that passes until the next question
 BACKOFF, PART = 5.0, 0.1  # shorter waits for a tensor take this part of the time
 LOST = "Failed to receive message"  # how Flower's log begins to tell it
 OVER = "Run ID %s is not in `RUNNING` status. Ignoring message"
 
 
-class Pauses:
-    """Replace ``time.sleep``: sleep for less while messages come."""
+def pause_less() -> None:
+    """Shorten the pauses of Flower in this process: ``time.sleep``, and ``threading.Event.wait`` for a tensor."""
+    sleep, wait, worked = time.sleep, threading.Event.wait, -math.inf
 
-    def __init__(self) -> None:
-        self.worked, self._sleep = -math.inf, time.sleep
+    def shorter_sleep(seconds: float) -> None:
+        nonlocal worked
+        if seconds < ASKING:  # the app works on a message, or this is the SuperExec
+            worked, seconds = time.monotonic(), min(seconds, SHORTEST)
+        sleep(min(seconds, max(SHORTEST, SHARE * (time.monotonic() - worked))))
 
-    def sleep(self, seconds: float) -> None:
-        """Sleep for ``seconds``, or for less while messages come."""
-        if seconds < ASKING:  # the app works on a message
-            self.worked = time.monotonic()
-            self._sleep(min(seconds, SHORTEST))
-        else:
-            self._sleep(min(seconds, max(SHORTEST, SHARE * (time.monotonic() - self.worked))))
-
-
-def wait_less() -> None:
-    """Shorten the first waits of Flower for a tensor that has not arrived, in this process: they are ``threading.Event.wait``."""
-    wait = threading.Event.wait
-
-    def shorter(event: threading.Event, timeout: float | None = None) -> bool:
+    def shorter_wait(event: threading.Event, timeout: float | None = None) -> bool:
         return wait(event, PART * timeout if timeout and timeout < BACKOFF else timeout)
 
-    threading.Event.wait = shorter  # type: ignore[method-assign, assignment]
+    time.sleep = shorter_sleep
+    threading.Event.wait = shorter_wait  # type: ignore[method-assign, assignment]
 
 
 def end_when_lost(record: logging.LogRecord, end: Callable[[int], object] = os._exit) -> bool:
@@ -101,13 +92,8 @@ def start(name: str, words: list[str], listener: socket.socket, ready: Callable[
         while not ready():
             time.sleep(SHORTEST)
         sys.argv = [name, *words]
-        if name == SUPERNODE:
-            time.sleep = Pauses().sleep
-            wait_less()
-            logging.getLogger("flwr").addFilter(end_when_lost)
-        else:
-            sleep = time.sleep
-            time.sleep = lambda seconds: sleep(SHORTER if seconds == PAUSE else seconds)
+        pause_less()
+        logging.getLogger("flwr").addFilter(end_when_lost)
         program()
 
     process = get_context("fork").Process(target=run, name=name)
