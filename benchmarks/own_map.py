@@ -50,7 +50,7 @@ REGIMES: dict[str, dict[str, Any]] = {
 }
 METHODS = ("fedavg", "gn", "fedwon", "fbn", "fedbn", "silobn", "hbn", "fedtan", "fixbn")
 OWN = {"fedwon": {"clip": "adaptive", "clip-limit": 0.01}}  # run-config keys that a method needs: its paper trains with this clip
-RATES = (0.002, 0.006, 0.02, 0.06, 0.2, 0.6, 2.0)
+RATES = (0.002, 0.006, 0.02, 0.06, 0.2, 0.6, 2.0, 6.0, 20.0)
 START = (0.06, 0.2, 0.6)
 RATE_SEEDS, SEEDS = (100, 101, 102), tuple(range(12))
 SHARE = 0.2  # share of every client's training samples held out for validation while rates are tried

@@ -210,7 +210,8 @@ class Population:
                 wrong = self._admit(node, reply)
                 problem = problem or wrong
         for node in silent if self._joined else ():  # before the start, the run waits for them
-            self._refuse(node, f"it did not introduce itself within {patience:.0f} s; it is asked again after it has reconnected")
+            why = f"it did not introduce itself within {patience:.0f} s (another run may keep it busy)"
+            self._refuse(node, f"{why}; once back, it is asked again")
         self._problem = self._assign() if self._joined or not self.least else ""
         return self._problem or problem
 

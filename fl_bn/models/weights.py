@@ -40,7 +40,9 @@ def load_weights(model: nn.Module, path: str) -> None:
     missing = [name for name in own if name not in tensors and role[name] not in (Role.COUNTER, Role.BATCHES)]
     extra = [name for name in tensors if name not in own]
     if missing or extra:
-        raise ValueError(f"weights {path} are of another network: missing: {_few(missing)}; without a place: {_few(extra)}")
+        differ = {"missing": missing, "without a place": extra}
+        said = "; ".join(f"{what}: {_few(names)}" for what, names in differ.items() if names)
+        raise ValueError(f"weights {path} are of another network: {said}")
     wrong = [name for name in tensors if tensors[name].shape != own[name].shape]
     if others := [name for name in wrong if name not in of_head]:
         shapes = [f"{name} {tuple(tensors[name].shape)} instead of {tuple(own[name].shape)}" for name in others]
