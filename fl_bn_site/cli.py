@@ -5,6 +5,7 @@ Each command imports its modules only when it runs, since an import of torch tak
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -315,7 +316,8 @@ def _tell_superlink(server: ServerFolder) -> None:
         for site, outcome in register_sites(server, wait=0.0):
             typer.echo(f"{site}: {outcome}")
     except ControlError as error:
-        typer.echo(f"the SuperLink does not know of this change yet ({error}): `fl-bn start` or `fl-bn register {server.path}` reports it")
+        again = f"fl-bn register {shlex.quote(str(server.path))}"
+        typer.echo(f"the SuperLink does not know of this change yet ({error}): `fl-bn start` or `{again}` reports it")
 
 
 @contextmanager

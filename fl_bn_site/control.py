@@ -325,7 +325,7 @@ def nodes_of(server: ServerFolder, sites: Sequence[str], all_needed: bool = True
     nodes = {site: known.get(key_of(server.public_key(site)).hex(), 0) for site in sites}
     if all_needed and (missing := [site for site, node in nodes.items() if not node]):
         raise ControlError(
-            f"the SuperLink does not know the key of {missing[0]}: `fl-bn register {server.path}` registers it, or says why not"
+            f"the SuperLink lacks the key of {missing[0]}: `fl-bn register {shlex.quote(str(server.path))}` registers it, or says why"
         )
     return list(nodes.values())
 

@@ -146,7 +146,7 @@ def launch(
         values, resumes = dict(given), str(given.get("resume") or "")
         if resumes:
             if any(run.name == resumes and not run.status.startswith("finished") for run in runs):
-                raise NameTaken(f"{resumes} cannot be resumed yet, since it is still going on: see `fl-bn status {server.path}`")
+                raise NameTaken(f"{resumes} cannot be resumed while it is going on: see `fl-bn status {shlex.quote(str(server.path))}`")
         else:
             values["name"] = _free_name(server, str(given.get("name") or ""), {run.name for run in runs})
             if values["name"] != given.get("name") and not rename:
