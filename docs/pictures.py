@@ -30,7 +30,6 @@ from fl_bn.data.dataset import load, to_input
 from fl_bn.data.partition import partition
 from fl_bn.federation.local import Samples, statistics_pass
 from fl_bn.federation.recalibration import recalibrate
-from fl_bn.methods import StatisticsPass
 from fl_bn.models import build
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -163,7 +162,7 @@ def _moments(clients: Sequence[Samples]) -> Mapping[str, list[Moments]]:
     """
     network = _trained(clients)
     recalibrate(network, clients)
-    found = [statistics_pass(network, own, StatisticsPass("shared"), np.random.default_rng(SEED)) for own in clients]
+    found = [statistics_pass(network, own) for own in clients]
     return {name: [one[name] for one in found] for name in found[0]}
 
 

@@ -225,8 +225,8 @@ def read_public(path: Path) -> bytes:
     """
     try:
         return _der(load_ssh_public_key(path.read_bytes()))
-    except UnsupportedAlgorithm as error:
-        raise ValueError(str(error)) from error
+    except (UnsupportedAlgorithm, ValueError) as error:
+        raise ValueError(f"{path.name}: {error}") from error
 
 
 def key_in(certificate: x509.Certificate) -> bytes:

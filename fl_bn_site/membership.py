@@ -21,7 +21,7 @@ from fl_bn_site.certificates import Identity, make_authority, make_server, make_
 from fl_bn_site.days import SOON
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port, one_line, site_name
 from fl_bn_site.kit import KitError, joined, write_site
-from fl_bn_site.submitters import known
+from fl_bn_site.policy import SUBMITTERS, submitters_in
 
 FORMER = "former"  # the folder for replaced files, beside the new ones
 
@@ -57,10 +57,12 @@ def add_site(server: ServerFolder, name: str, public_key: Path | None, output: P
             raise KitError(f"{output} holds files already, and keys are never overwritten: give another --output, or move it away first")
         output.mkdir(parents=True, exist_ok=True, mode=0o700)
         port = host_port(server.fleet)[1]
-        exchange = joined(server.exchange_host, server.exchange_port)
-        write_site(output, name, joined(server.superlink, port), exchange, server.authority.read_bytes(), known(server.path))
-        public_key = output / "site.pub"
-    write(server.public_key(name), _read_key(server, name, public_key), 0o666)
+        exchange, submitters = joined(server.exchange_host, server.exchange_port), submitters_in(server.path / SUBMITTERS)
+        write_site(output, name, joined(server.superlink, port), exchange, server.authority.read_bytes(), submitters)
+        line = (output / "site.pub").read_bytes()
+    else:
+        line = _read_key(server, name, public_key)
+    write(server.public_key(name), line, 0o666)
     return _write(server, text)
 
 
@@ -148,7 +150,7 @@ def replace_authority(server: ServerFolder, authority: Path, days: int) -> list[
     made = make_authority("fl-bn federation", days)
     authority.mkdir(mode=0o700, exist_ok=True)
     sites = [folder for name in server.sites if ((folder := authority.parent / "sites" / name) / SiteFolder.file).exists()]
-    trusted = [folder / "ca.crt" for folder in sites]
+    trusted = [SiteFolder.read(folder).root_certificates for folder in sites]
     certificate, private = made.in_pem()
     new = dict.fromkeys((authority / "ca.crt", server.authority, *trusted), certificate) | {authority / "ca.key": private}
     _swap(new | dict(zip((server.certificate, server.key), make_server(made, names, days).in_pem(), strict=True)))
@@ -174,13 +176,13 @@ def renew_site(server: ServerFolder, name: str, public_key: Path | None, folder:
     if public_key is not None:
         _swap({server.public_key(name): _read_key(server, name, public_key)})
         return
-    if not (folder / SiteFolder.file).exists() or SiteFolder.read(folder).site != name:
+    if not (folder / SiteFolder.file).exists() or (site := SiteFolder.read(folder)).site != name:
         raise KitError(
             f"expected the folder of {name}, with its name in {SiteFolder.file}, but got {folder}: give the site's folder (--output), or "
             "the public key that the site sent (--public-key)"
         )
     private, line = make_site_key(name)
-    _swap({folder / "site.key": private, folder / "site.pub": line, server.public_key(name): line})
+    _swap({site.private_key: private, folder / "site.pub": line, server.public_key(name): line})
 
 
 def days_left(folder: ServerFolder | SiteFolder) -> tuple[Path, int]:
@@ -241,7 +243,7 @@ def _read_key(server: ServerFolder, name: str, public_key: Path) -> bytes:
         content, key = public_key.read_bytes(), read_public(public_key)
     except (OSError, ValueError) as error:
         raise KitError(f"{public_key} is not the public key of a site (site.pub): {error}") from error
-    present = {read_public(path): site for site in server.sites if (path := server.public_key(site)).exists()}
+    present = {read_public(path): site for site in server.sites if site != name and (path := server.public_key(site)).exists()}
     if owner := present.get(key) or former_owner(server, key):
         raise KitError(
             f"{public_key} is a key that {owner} has or had, but every site needs a key of its own, and Flower accepts no former one: "

@@ -83,14 +83,12 @@ class Policy:
         lines: dict[str, Any] = {}
         for name, value in values.items():
             lines[name.replace("-", "_")] = tuple(value) if isinstance(value, list) else value
-        read = cls(**lines, trusted_submitters=_trusted(file.parent / SUBMITTERS))
+        read = cls(**lines, trusted_submitters=submitters_in(file.parent / SUBMITTERS))
         if read.allow_code == SIGNED and not read.trusted_submitters:
             raise PolicyError(f'{file}: allow-code = "signed" needs keys of submitters in {SUBMITTERS}/: `fl-bn kit trust` adds one')
         return read
 
-    def check_package(
-        self, package: bytes, run_config: Mapping[str, Any], installed: Path = HERE, now: float | None = None
-    ) -> signing.Signature | None:
+    def check_package(self, package: bytes, run_config: Mapping[str, Any], installed: Path = HERE) -> signing.Signature | None:
         """Check by ``allow_code`` whether the code of a run may run here. This method neither writes nor runs files of the package.
 
         Where ``allow_code`` is ``installed``, the site runs its own fl-bn. Then the run must bring the same version, since
@@ -100,7 +98,6 @@ class Policy:
             package: The package of the run, as a zip file.
             run_config: The run config, with the defaults of the package.
             installed: The folder of the package ``fl_bn`` that is installed here.
-            now: The time, in seconds since 1970; None: now.
 
         Returns:
             The valid signature of the run; None: the policy asks for no signature.
@@ -114,7 +111,7 @@ class Policy:
         if self.allow_code != SIGNED:
             return None
         try:
-            return signing.check(hashlib.sha256(package).hexdigest(), run_config, self.trusted_submitters, now)
+            return signing.check(hashlib.sha256(package).hexdigest(), run_config, self.trusted_submitters)
         except signing.NotSigned as error:
             raise NotAllowed(f"{self.has_code()}, but {error}") from error
 
@@ -214,14 +211,14 @@ LINES: dict[str, tuple[Callable[[Any], bool], str]] = {  # line -> whether it ma
 }
 
 
-def _trusted(folder: Path) -> tuple[signing.Submitter, ...]:
-    """Return the submitters whose public keys, NAME.pub, are in a folder.
+def submitters_in(folder: Path) -> tuple[signing.Submitter, ...]:
+    """Return the submitters whose public keys, NAME.pub, are in a folder. A hidden file is none.
 
     Raises:
         PolicyError: A file cannot be read, or is no public key.
     """
     found = []
-    for file in sorted(folder.glob("*.pub")):
+    for file in sorted(folder.glob("[!.]*.pub")):
         try:
             found.append(signing.read_submitter(file.stem, file.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:

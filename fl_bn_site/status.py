@@ -14,9 +14,9 @@ from fl_bn.support.client_names import ClientNames
 from fl_bn_site.control import Submitted, control_of, key_of, registered
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.membership import days_left
+from fl_bn_site.policy import SUBMITTERS, submitters_in
 from fl_bn_site.runs import about_own, rounds_of, rows_of, went_on
 from fl_bn_site.signing import signer_of
-from fl_bn_site.submitters import known as submitters_of
 
 LAST = 5  # the number of ended runs that are shown
 
@@ -137,7 +137,7 @@ def status(server: ServerFolder, address: str = "", all_runs: bool = False) -> S
             sites.append(SiteStatus(name, node.id, "online" if node.online else "offline", seen))
     ended = [run for run in runs if run.status.startswith("finished")][: None if all_runs else LAST]
     shown = [run for run in runs if not run.status.startswith("finished") or run in ended]
-    now, later, submitters = datetime.now().astimezone(), went_on(runs), submitters_of(server.path)
+    now, later, submitters = datetime.now().astimezone(), went_on(runs), submitters_in(server.path / SUBMITTERS)
     described = [_run(server, run, signer_of(run.config, submitters), run.id in later) for run in shown]
     return Status(now.isoformat(timespec="seconds"), control.address, days_left(server)[1], sites, described)
 

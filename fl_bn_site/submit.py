@@ -20,7 +20,7 @@ from fl_bn_site.launch import complete_config, launch
 from fl_bn_site.membership import check_expiry
 from fl_bn_site.own_config import own_config
 from fl_bn_site.project import build
-from fl_bn_site.signing import KEY
+from fl_bn_site.signing import KEY, OF_SERVER
 from fl_bn_site.submitters import VARIABLE, Package, key_file, read_key, read_signed, write_signed
 
 COMPLETED = "finished:completed"
@@ -106,6 +106,8 @@ def sign_only(server: ServerFolder, overrides: str, file: Path, key: Path | None
         raise FolderError(f"there is no key to sign with: give --key or {VARIABLE} (`fl-bn kit submitter` makes one)")
     package = Package(build(server, own), read_key(signs))
     given, _ = _named(server, overrides, package)
+    if unsigned := sorted(given.keys() & set(OF_SERVER)):
+        raise ConfigError(f"{', '.join(unsigned)}: no signature covers what the server fills in: give --sites with --signed instead")
     write_signed(file, package.signed(complete_config(server, given)), package)
     return str(given.get("resume") or given["name"])
 

@@ -210,15 +210,6 @@ def hand_out(submitters: Sequence[Submitter], folder: Path) -> None:
         write(place / f"{submitter.name}.pub", public_line(submitter).encode(), 0o666)
 
 
-def known(folder: Path) -> list[Submitter]:
-    """Return the submitters whose public keys are in the folder ``submitters`` of ``folder``.
-
-    Raises:
-        FolderError: A file there cannot be read, holds no ed25519 key, or has a name that is not allowed.
-    """
-    return [public_key(file.stem, file) for file in sorted((folder / SUBMITTERS).glob("*.pub"))]
-
-
 def trust(site: SiteFolder, submitter: Submitter) -> None:
     """Let runs of ``submitter`` take place at a site: write the public key into its folder ``submitters``.
 

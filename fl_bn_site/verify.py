@@ -162,7 +162,7 @@ def _private(path: Path) -> Finding:
         mode = path.stat().st_mode & 0o777
     except OSError as error:
         return _true(False, subject, f"{reason(error)}; {NEW_KIT}")
-    remedy = f"its mode is {mode:04o}: run chmod 600 {path}; if another person may have read it, make a new kit"
+    remedy = f"its mode is {mode:04o}: run chmod 600 {path}; if another person may have read it, renew it (fl-bn kit renew)"
     return _true(not mode & 0o077, subject, remedy)
 
 

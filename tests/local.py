@@ -13,7 +13,6 @@ from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training import IndexBatches, alone
 from fl_bn.federation.training import train as train_round
-from fl_bn.federation.values import ClientState
 from fl_bn.methods import Method, Phase
 from fl_bn.task import CLASSIFICATION
 
@@ -33,7 +32,7 @@ def train(
     augment: Augment | None = None,
 ) -> Result:
     """Train ``model``, which has the new weights afterwards."""
-    round = alone(model, method, settings, rate, phase, ClientState(0, {}), None)
+    round = alone(model, method, settings, rate, phase)
     batches = IndexBatches(samples, list(indices), next(model.parameters()), augment)
     with round.open():
         trained = train_round(round, batches, CLASSIFICATION, settings.make_optimizer(round.parameters.values(), rate))

@@ -269,7 +269,7 @@ def _honest_parts(config: RunConfig) -> list[Indices]:
     data = _whole_dataset(config)
     domains = None if data.domain_train is None else data.domain_train.numpy()
     honest = config.clients - config.changes.attackers
-    return partition(config.partition, data.y_train.numpy(), domains, honest, config.partition_parameter, config.seed, config.sizes)
+    return partition(config.partition, data.y_train.numpy(), domains, honest, config.partition_parameter, config.seed)
 
 
 @lru_cache(maxsize=256)

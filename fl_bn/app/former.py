@@ -38,7 +38,7 @@ GONE: Mapping[str, Value | None] = {
     "payload-dtype": "float32", "join-rounds": "", "moon-temperature": 0.5, "server-adaptivity": 1e-3, "scaffold-option": 2,
     "server-beta2": 0.99,
     "recalibration-memory": 1.0, "secagg-quantization-range": 22, "secagg-threshold": 0,
-    "share-drift": None, "share-label-counts": None, "local-evaluation": None,
+    "sizes": "natural", "share-drift": None, "share-label-counts": None, "local-evaluation": None,
     **dict.fromkeys(("exchange-policy", "exchange-timeout", "exchange-join-timeout", "exchange-host", "exchange-bind", "exchange-port")),
     **dict.fromkeys(("exchange-certificate", "exchange-key", "exchange-authority", "exchange-insecure")),
 }  # fmt: skip

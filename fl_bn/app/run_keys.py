@@ -83,7 +83,6 @@ class RunKeys:
     )
     partition_parameter: float = option(1.0, "classes per client, concentration, or share drawn at random", ">= 0", used=when.PARAMETER)
     test_on: str = option("own", "test clients of domains on their own, or on all test data", ("own", "all"), used=when.OWN_DOMAINS)
-    sizes: str = own_data("natural", "equal: every client keeps only as many samples as the smallest client has", ("natural", "equal"))
     validation_share: float = option(0.0, "share of the training samples to test on in place of the test data; 0: none", "0..0.9")
     unseen_client: bool = declared(ServerPolicy, "unseen")
     calibrate: int = declared(ServerPolicy, "calibrate")

@@ -250,8 +250,8 @@ def buffers_in_words(model: nn.Module) -> str:
     return f"buffers: {'; '.join(parts)}" if parts else ""
 
 
-def _some(names: list[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def inputs_like(model: nn.Module) -> Tensor:

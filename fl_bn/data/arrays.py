@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -58,10 +59,9 @@ def joined(name: str, sites: Sequence[Path], sets: Sequence[Dataset], image_size
     tensors: dict[str, Any] = {}
     for key in KEYS:
         parts = [getattr(one, key) for one in sets]
-        if key[0] == "y":
-            same_form(name, key, parts)
-        else:
+        if key[0] == "x":
             parts = [resize(x.expand(-1, channels, -1, -1) if x.shape[1] == 1 else x, size).contiguous() for x in parts]
+        same_form(name, key, parts)
         tensors[key] = torch.cat(parts)
     domains = domains_of(sites, [len(one.y_train) for one in sets], [len(one.y_test) for one in sets])
     return Dataset(name, **tensors, classes=max(one.classes for one in sets), counted=sets[0].counted, **domains)
@@ -154,7 +154,13 @@ def _read(file: Path) -> dict[str, Array]:
             return arrays
     except DataError:
         raise
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:  # an object array is a ValueError, without pickles
+    except (
+        ValueError,
+        EOFError,
+        zipfile.BadZipFile,
+        zlib.error,
+        NotImplementedError,
+    ) as error:  # an object array is a ValueError, without pickles
         raise DataError(file, f"expected arrays of numbers, as np.savez writes them, but could not read them: {error}", key) from error
 
 
@@ -164,8 +170,6 @@ def _called(name: str, path: str, image_size: int, modules: Modules | None) -> A
         loaded: Callable[..., Any] = function("a data function", name, modules)
         parameters = inspect.signature(loaded).parameters
         return loaded(path, **({"image_size": image_size} if "image_size" in parameters else {}))
-    except FileNotFoundError as error:
-        raise DataNotFound(f"data function {name!r} found no file for path {path!r}: {error}") from error
     except Exception as error:  # a user's module may raise anything
         raise DataError(name, f"expected data for path {path!r}, but got {type(error).__name__}: {error}") from error
 

@@ -78,6 +78,8 @@ def load_csv(path: str, image_size: int) -> TableData:
     test = np.concatenate(splits)
     for file, own in zip(files, splits, strict=True):
         expect(bool(own.any()), file, "", "at least a training row and a test row", f"{len(own)} rows, divided by {columns.group or 'row'}")
+    owners = [f"{place} {group}" for place, table in enumerate(tables) for group in table.groups]  # a patient's number is a site's own
+    groups = torch.from_numpy(np.unique(owners, return_inverse=True)[1][~test]) if columns.group else None
     (x_train, y_train), (x_test, y_test) = ((torch.from_numpy(x[part]), torch.from_numpy(y[part])) for part in (~test, test))
     return TableData(
         "csv",
@@ -87,6 +89,7 @@ def load_csv(path: str, image_size: int) -> TableData:
         y_test,
         classes=len(columns.classes) or 1,
         columns=columns,
+        group_train=groups,
         notes=tuple(f"{file.name}: {table.note}" for file, table in zip(files, tables, strict=True) if table.note),
         **domains_of(files, [int((~test).sum()) for test in splits], [int(test.sum()) for test in splits]),
     )

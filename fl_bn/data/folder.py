@@ -129,7 +129,7 @@ def read_picture(file: Path) -> Picture:
     except DataError:
         raise
     # For damaged files, Pillow's decoders raise any of these.
-    except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, TypeError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
         raise DataError(file, f"expected an image that Pillow reads, but {error}: remove the file, or begin its name with a dot") from error
 
 

@@ -26,7 +26,7 @@ KINDS = ("iid", "classes", "table", "dirichlet", "similarity", "domain", "domain
 BY_DOMAIN = ("domain", "domain-dirichlet", "natural")  # kinds that give each client data of one domain only
 PARAMETRISED = ("classes", "table", "dirichlet", "similarity", "domain-dirichlet")  # kinds with a parameter; they need one label per sample
 _STREAM = 0x9A57  # sets these draws apart from others that start from the same seed
-_TRUNCATION = 0x7235
+LEAST = 2  # samples of a client, the fewest that have a variance
 _DIRICHLET_DRAWS = 10
 
 
@@ -83,18 +83,17 @@ def table(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
     return _divided(labels, classes, holders, clients, rng)
 
 
-def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min_samples: int = 2) -> list[Indices]:
+def dirichlet(labels: Labels, clients: int, concentration: float, seed: int) -> list[Indices]:
     """Divide each class in proportions drawn from a symmetric Dirichlet distribution (label skew).
 
-    A draw that leaves a client fewer than ``min_samples`` samples is repeated, ten
-    times at most. Then random samples move, one by one, from the largest client to
-    those that are too small. With many clients and strong skew almost every draw
-    fails. The smaller ``concentration``, above 0, the stronger the skew. 2 samples
-    are the least that have a variance.
+    A draw that leaves a client fewer than ``LEAST`` samples is repeated, ten times
+    at most. Then random samples move, one by one, from the largest client to those
+    that are too small. With many clients and strong skew almost every draw fails.
+    The smaller ``concentration``, above 0, the stronger the skew.
 
     Raises:
-        ValueError: ``concentration`` is not positive and finite, ``min_samples`` is
-            below 1, or there are fewer than ``clients * min_samples`` samples.
+        ValueError: ``concentration`` is not positive and finite, or there are fewer
+            than ``clients * LEAST`` samples.
 
     References: Yurochkin et al., "Bayesian nonparametric federated learning of
         neural networks", ICML 2019, whose per-class draw this is; Hsu et al.,
@@ -104,8 +103,8 @@ def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min
     rng = _generator(len(labels), clients, seed)
     if not (concentration > 0 and math.isfinite(concentration)):
         raise ValueError(f"the Dirichlet concentration must be positive and finite, but got {concentration}")
-    if min_samples < 1 or len(labels) < clients * min_samples:
-        raise ValueError(f"{clients} clients of at least {min_samples} samples need more than {len(labels)}: use fewer clients")
+    if len(labels) < clients * LEAST:
+        raise ValueError(f"{clients} clients of at least {LEAST} samples need more than {len(labels)}: use fewer clients")
     members = [np.flatnonzero(labels == label) for label in np.unique(labels)]
     for _ in range(_DIRICHLET_DRAWS):
         drawn, sizes = list[tuple[Indices, Indices]](), np.zeros(clients, dtype=np.int64)
@@ -113,18 +112,18 @@ def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min
             bounds = np.cumsum(rng.dirichlet(np.full(clients, concentration)))[:-1]
             drawn.append((rng.permutation(member), (bounds * len(member)).astype(np.int64)))
             sizes += np.diff(drawn[-1][1], prepend=0, append=len(member))
-        if sizes.min() >= min_samples:
+        if sizes.min() >= LEAST:
             break
     shares = [np.split(shuffled, cuts) for shuffled, cuts in drawn]
-    return _finished(_repaired([np.concatenate(mine) for mine in zip(*shares, strict=True)], min_samples, rng))
+    return _finished(_repaired([np.concatenate(mine) for mine in zip(*shares, strict=True)], rng))
 
 
-def _repaired(parts: list[Indices], min_samples: int, rng: np.random.Generator) -> list[Indices]:
+def _repaired(parts: list[Indices], rng: np.random.Generator) -> list[Indices]:
     """Move random samples from the largest part to too small ones."""
     largest = [(-len(part), i) for i, part in enumerate(parts)]  # a heap; an entry is outdated if its part has changed since
     heapq.heapify(largest)
-    for small in (i for i in range(len(parts)) if len(parts[i]) < min_samples):
-        while len(parts[small]) < min_samples:
+    for small in (i for i in range(len(parts)) if len(parts[i]) < LEAST):
+        while len(parts[small]) < LEAST:
             while -largest[0][0] != len(parts[largest[0][1]]):
                 heapq.heappop(largest)
             giver = largest[0][1]
@@ -214,21 +213,7 @@ def natural(groups: Labels, clients: int, seed: int) -> list[Indices]:
     return _finished([np.flatnonzero(groups == group) for group in present])
 
 
-def equal_sizes(parts: list[Indices], seed: int) -> list[Indices]:
-    """Reduce every part to the size of the smallest, at random.
-
-    References:
-        FedBN (Li et al., ICLR 2021), section 5.1: domains are cut to 7,438 training
-        samples.
-    """
-    rng = np.random.default_rng(np.random.SeedSequence([_TRUNCATION, seed]))
-    size = min(len(part) for part in parts)
-    return [np.sort(rng.choice(part, size, replace=False)) for part in parts]
-
-
-def partition(
-    kind: str, labels: Labels, domains: Labels | None, clients: int, parameter: float, seed: int, sizes: str = "natural"
-) -> list[Indices]:
+def partition(kind: str, labels: Labels, domains: Labels | None, clients: int, parameter: float, seed: int) -> list[Indices]:
     """Divide samples among clients.
 
     Args:
@@ -240,7 +225,6 @@ def partition(
             ("dirichlet", "domain-dirichlet") or similarity ("similarity"). Others
             ignore it.
         seed: seed of the draws.
-        sizes: "natural", or "equal" to cut all parts to one size.
 
     Raises:
         ValueError: an argument is unknown or out of range, or the data lack domains
@@ -250,8 +234,7 @@ def partition(
     if kind in PARAMETRISED and (labels.ndim != 1 or labels.dtype.kind == "f"):
         have = {1: "values", 2: "values" if labels.dtype.kind == "f" else "sets of labels"}.get(labels.ndim, f"masks {labels.shape[1:]}")
         raise ValueError(f"partition {kind!r} needs one label per sample, but these data have {have}: use natural, domain or iid")
-    parts = _divide(kind, labels, domains, clients, parameter, seed)
-    return equal_sizes(parts, seed) if sizes == "equal" else parts
+    return _divide(kind, labels, domains, clients, parameter, seed)
 
 
 def _divide(kind: str, labels: Labels, domains: Labels | None, clients: int, parameter: float, seed: int) -> list[Indices]:

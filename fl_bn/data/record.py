@@ -76,6 +76,8 @@ class Dataset:
             sources (cameras, hospitals); else None.
         domain_test: as ``domain_train``.
         domains: names of the sources; may be empty.
+        group_train: int64 (N,); samples with one number, such as a patient's, are
+            never divided between training and validation. None: each is alone.
         counted: whether ``classes`` is the largest label plus one, since nobody
             stated it.
         notes: what was left out or replaced in the files, in sentences.
@@ -94,6 +96,7 @@ class Dataset:
     domain_train: Tensor | None = None
     domain_test: Tensor | None = None
     domains: tuple[str, ...] = ()
+    group_train: Tensor | None = None
     counted: bool = False
     notes: tuple[str, ...] = ()
 
@@ -121,10 +124,9 @@ class Dataset:
 
     def select(self, train: Tensor, test: Tensor, **changes: Any) -> Self:
         """Return the chosen samples, by indices or masks, with other ``changes`` of attributes."""
-        names = ("x", "y") if self.domain_train is None else ("x", "y", "domain")
-        chosen = {
-            f"{what}_{split}": getattr(self, f"{what}_{split}")[of] for split, of in (("train", train), ("test", test)) for what in names
-        }
+        names = {f"{what}_{split}": of for split, of in (("train", train), ("test", test)) for what in ("x", "y", "domain")}
+        names["group_train"] = train
+        chosen = {name: tensor[of] for name, of in names.items() if (tensor := getattr(self, name)) is not None}
         return replace(self, **{**chosen, **changes})
 
     def tested_on_training(self) -> Self:

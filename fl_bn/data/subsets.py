@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_bn.data.partition import Indices
+from fl_bn.data.partition import LEAST, Indices
 from fl_bn.data.record import Dataset, expect
 
-LEAST = 2  # samples that a client keeps for training, the fewest that have a variance
 _STREAM = 0x7A11  # sets these draws apart from others that start from the same seed
 
 
@@ -74,18 +73,21 @@ def hold_out(data: Dataset, parts: list[Indices], share: float, seed: int) -> He
     """Hold out ``share`` of every client's training samples in place of the test split.
 
     They are drawn at random for each client separately, so they do not depend on
-    other clients. A client keeps at least two samples, or all if it has fewer.
+    other clients. Samples of one group (``group_train``) stay together: groups are
+    drawn, in place of samples. A client keeps at least ``LEAST``, or all if it has
+    fewer.
 
     Raises:
         DataError: no client has a sample to hold out.
     """
     kept, held = list[Indices](), list[Indices]()
+    groups = np.arange(len(data.y_train)) if data.group_train is None else data.group_train.numpy()
     for client, part in enumerate(parts):
-        rng = np.random.default_rng(np.random.SeedSequence([_STREAM, seed, client]))
-        count = max(0, min(int(share * len(part) + 0.5), len(part) - LEAST))
-        mixed = rng.permutation(part)
-        held.append(np.sort(mixed[:count]))
-        kept.append(np.sort(mixed[count:]))
+        rng, members = np.random.default_rng(np.random.SeedSequence([_STREAM, seed, client])), np.unique(groups[part])
+        count = max(0, min(int(share * len(members) + 0.5), len(members) - LEAST))
+        chosen = np.isin(groups[part], rng.permutation(members)[:count])
+        held.append(part[chosen])
+        kept.append(part[~chosen])
     remaining, chosen = np.sort(np.concatenate(kept)), np.sort(np.concatenate(held))
     largest = max(len(part) for part in parts)
     expect(len(chosen) > 0, data.name, f"validation-share={share:g}", "a client that gives a sample", f"{largest} samples at most")

@@ -39,6 +39,7 @@ from fl_bn.federation.gradients import centring
 from fl_bn.federation.network import Copy
 from fl_bn.federation.optimizers import first_rate
 from fl_bn.federation.recording import Connect, Recorder, following, restored
+from fl_bn.federation.replies import TRAINED
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
 from fl_bn.methods import OBSERVED, Method, Phase, Place, StatisticsReport
@@ -141,6 +142,8 @@ class LocalRound:
         with ExitStack() as stack:
             stack.callback(freeze_statistics, self.model, False)
             self.set_modes(self.model)
+            self._observe()  # before this round freezes parameters: layers that their owner has frozen report nothing
+            stack.callback(self._observing.close)
             self._lent = Lent(self, stack.enter_context(frozen_parameters(self)) if self.in_own_loop else {})
             control = self.instruction.sections.get(CONTROL, {})
             start = Start(self.model, self.parameters, self.shared, self.kept.get("objective"), control, self.kept.counted)
@@ -149,8 +152,6 @@ class LocalRound:
             if self.method.centres(self.phase):
                 stack.enter_context(centring(dict(self.model.named_parameters()), self.network.centred))
             stack.enter_context(self._exchanging)
-            self._observe()
-            stack.callback(self._observing.close)
             if self.in_own_loop:
                 stack.callback(self.model.register_forward_pre_hook(self.recorder).remove)
                 stack.enter_context(following(self))
@@ -337,7 +338,8 @@ class LocalRound:
         """
         if self._open and self._lent is not None:
             self._lent.check()
-        given = {name: float(value) for name, value in (metrics or {}).items()}
+        own = TRAINED.fields if self.in_own_loop else ()
+        given = {name: float(value) for name, value in (metrics or {}).items() if name not in own}
         if self._lent is not None:
             if self.in_own_loop:
                 self._lent.check(samples)

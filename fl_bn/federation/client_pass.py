@@ -209,11 +209,11 @@ def layer_by_layer(
         ExchangeFailed: The exchange failed, or batches take different ways through
             the network.
     """
-    exchanged, dtype = exchanged_layers(model, layers), inputs_like(model).dtype
+    exchanged = exchanged_layers(model, layers)
     before = running_statistics(model, exchanged)
 
     def answer(name: str, moments: Moments) -> None:
-        local = torch.cat([moments.mean, moments.var]).to(dtype).to(exchanged[name].dtype)  # rounded as in a reply
+        local = torch.cat([moments.mean, moments.var]).to(exchanged[name].dtype)  # rounded as in a reply
         got = exchange(Key(name, Quantity.STATISTICS), local, moments.count)
         if got.count > 1:  # one value has no unbiased variance: the statistics stay as they are
             store_statistics(model, {name: Running(*got.values.chunk(2))})

@@ -168,7 +168,7 @@ def state_to_keep(round: LocalRound, gradients: Named, client: int) -> ClientSta
         sections["optimizer"] = buffers
     for section, tensors in sections.items():
         for name, tensor in tensors.items():
-            if not bool(tensor.isfinite().all()):
+            if round.network.locality.role.get(name) is not Role.KEPT and not bool(tensor.isfinite().all()):
                 number, kept = round.instruction.round, round.kept
                 stays = f"the client keeps its state of round {kept.round}" if kept.sections else "the client keeps no state yet"
                 LOGGER.warning("client %s: %s/%s is not finite after round %s: %s", client, section, name, number, stays)

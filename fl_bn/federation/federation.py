@@ -42,7 +42,7 @@ from fl_bn.federation.gradients import bounded
 from fl_bn.federation.loaders import Loader, check_clients, check_loader, check_not_one_batch, in_dtype
 from fl_bn.federation.local import generators
 from fl_bn.federation.optimizers import SGD, ServerOptimizer
-from fl_bn.federation.passes import Newest, Passes
+from fl_bn.federation.passes import Measured, Newest, Passes
 from fl_bn.federation.policy import ServerPolicy, checked_rate, constant_rate
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.run import Diverged, Round, run
@@ -248,10 +248,14 @@ class Federation:
         if first == 1:
             self._newest, self.server.optimizer = Newest(self._newest.tensors), self.server.optimizer.fresh()
         running.history = tuple(self.history[-(first - 1) :]) if first > 1 else ()
+
+        def show(seen: Measured) -> None:
+            self._newest.take(0, seen.tensors)
+
         try:
             callbacks.on_start(running)
             with self._transport.serving(rounds, first):
-                for one in run(self.server, self._transport, rounds, None, first, failed, lambda seen: self._newest.take(0, seen.tensors)):
+                for one in run(self.server, self._transport, rounds, None, first, failed, running.history, show):
                     self._newest.take(one.record.round, one.evaluated)
                     self._last = one
                     self.history.append(one.record)

@@ -19,7 +19,7 @@ from fl_bn.bn.observation import normalisers, observe, pooled, uncompiled
 from fl_bn.bn.roles import inputs_like
 from fl_bn.data.augment import Augment
 from fl_bn.data.batches import to_input
-from fl_bn.methods import NORMALISERS, StatisticsPass
+from fl_bn.methods import INPUTS, NORMALISERS, StatisticsPass
 from fl_bn.task import CLASSIFICATION, MetricState, Task, to_device
 
 NO_VARIANCE = "more than 1 value per channel"
@@ -77,26 +77,18 @@ def torch_seed(seed: int, device: torch.device) -> Iterator[None]:
 
 
 @torch.no_grad()
-def statistics_pass(
-    model: nn.Module,
-    samples: Samples,
-    how: StatisticsPass,
-    rng: np.random.Generator,
-    batch_size: int = PASS_BATCH,
-) -> dict[str, Moments]:
-    """Measure the moments that ``how`` describes, of every layer, in evaluation mode.
-
-    Moments with which training normalises (``NORMALISERS``) need two samples, and
-    random batches (by ``rng``) of training's ``batch_size``, on which they depend.
-    """
-    like = inputs_like(model)
-    return measured(model, (samples.batch(index, like)[0] for index in pieces(len(samples), how, rng, batch_size)), how)
+def statistics_pass(model: nn.Module, samples: Samples) -> dict[str, Moments]:
+    """Measure the moments of every layer's inputs over all ``samples``, in evaluation mode."""
+    like, how, unused = inputs_like(model), StatisticsPass.for_exchange(INPUTS), np.random.default_rng(0)
+    return measured(model, (samples.batch(index, like)[0] for index in pieces(len(samples), how, unused)), how)
 
 
 def pieces(n: int, how: StatisticsPass, rng: np.random.Generator, batch_size: int = PASS_BATCH) -> list[np.ndarray]:
     """Return each batch's indices, for a statistics pass over ``n`` samples.
 
-    There are none if the pass measures ``NORMALISERS`` on fewer than two samples.
+    Moments with which training normalises (``NORMALISERS``) need random batches of
+    training's ``batch_size``, on which they depend; there are none of fewer than
+    two samples.
     """
     chosen = np.arange(n)
     if 0 < how.samples < n:

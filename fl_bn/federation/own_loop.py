@@ -18,7 +18,7 @@ from fl_bn.federation.client import LocalRound
 from fl_bn.federation.composition import OBJECTS, check_composition, check_layers, check_learns
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.policy import ServerPolicy, constant_rate
-from fl_bn.federation.record import RoundRecord, over_samples, watch
+from fl_bn.federation.record import RoundRecord, over_samples
 from fl_bn.federation.recording import Connect
 from fl_bn.federation.replies import TRAINED, checked
 from fl_bn.federation.schema import START
@@ -80,6 +80,8 @@ def local_round(
     check_composition(method, settings)
     check_layers(model, method)
     check_converted(model, method)
+    if instruction.trains and kept.round >= instruction.round:
+        kept = replace(kept, round=0)  # the state of an earlier run counts as from before round 1
     round = LocalRound(model, method, instruction, kept, settings, connect, in_own_loop=True)
     if not round.trains:
         yield round
@@ -211,7 +213,7 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
     instruction = new.begin(state.round + 1)
     new.conclude(checked(replies, new.expects(instruction.round, instruction.phase), new.policy.clients, exchange))
     new.record = _with_metrics(new.record, replies)
-    for warning in watch(new.record):
+    for warning in new.warnings(last=new.round == new.rounds):
         LOGGER.warning("%s", warning)
     return new, new.record
 

@@ -40,13 +40,12 @@ from fl_bn.bn.conversion import convert
 from fl_bn.bn.derived import load_tensors
 from fl_bn.bn.modules import copied
 from fl_bn.bn.moments import Moments, Running
-from fl_bn.bn.roles import Role, batch_norms, inputs_like
+from fl_bn.bn.roles import Role, batch_norms
 from fl_bn.federation.aggregation import average, combine, running_statistics, store_statistics
 from fl_bn.federation.local import Samples, statistics_pass
 from fl_bn.federation.schema import Locality
-from fl_bn.federation.settings import seeded
 from fl_bn.federation.values import Named
-from fl_bn.methods import INPUTS, Method, Place, StatisticsPass, replace_by_pooled
+from fl_bn.methods import Method, Place, replace_by_pooled
 from fl_bn.options import refuse
 from fl_bn.support.names import check_name
 
@@ -144,10 +143,10 @@ def through(layers: int, outcome: Pass) -> bool:
     return outcome.settled or outcome.number >= 2 * layers or (outcome.number >= layers and outcome.in_order)
 
 
-def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, tolerance: float = TOLERANCE) -> list[Pass]:
+def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0) -> list[Pass]:
     """Set the running statistics of ``model`` to those of all clients' data (variance unbiased).
 
-    Moments are rounded to the model's dtype, so a federated run gives the same
+    Moments are rounded as clients send them, so a federated run gives the same
     bits. Statistics of a layer that is used at two depths may converge, but are not
     exact.
 
@@ -155,7 +154,6 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
         model: The network, whose statistics are set in place.
         clients: Each client's samples.
         passes: The most passes; 0: as many as make all layers exact.
-        tolerance: The largest change that counts as none, see ``TOLERANCE``.
 
     Raises:
         ValueError: A BatchNorm layer keeps no running statistics, or there is none,
@@ -164,14 +162,14 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
     clients = [samples for samples in clients if len(samples)]
     reason = without_statistics(model)
     refuse((reason, reason), (not clients, "no client has a sample, so there is nothing to measure"))
-    layers, dtype, outcomes = batch_norms(model), inputs_like(model).dtype, list[Pass]()
+    layers, outcomes = batch_norms(model), list[Pass]()
     for number in count(1):
         before = running_statistics(model)
-        reports = [_as_sent(statistics_pass(model, samples, StatisticsPass.for_exchange(INPUTS), seeded(0)), dtype) for samples in clients]
+        reports = [_as_sent(statistics_pass(model, samples), before) for samples in clients]
         store_statistics(model, combine(replace_by_pooled, before, reports, [1] * len(reports)))
         kept_layers = unreached(list(layers), number) if not passes or passes >= len(layers) else ()
         after = running_statistics(model)
-        outcomes.append(Pass.between(number, len(clients), before, after, epsilons(model), tolerance, kept_layers=kept_layers))
+        outcomes.append(Pass.between(number, len(clients), before, after, epsilons(model), kept_layers=kept_layers))
         store_statistics(model, {name: before[name] for name in kept_layers})
         if number == passes or outcomes[-1].settled or (not passes and through(len(layers), outcomes[-1])):
             break
@@ -210,8 +208,9 @@ def epsilons(model: nn.Module) -> dict[str, float]:
     return {name: layer.eps for name, layer in batch_norms(model).items()}
 
 
-def _as_sent(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[str, Moments]:
-    return {k: Moments(m.count, m.mean.to(dtype).cpu().double(), m.var.to(dtype).cpu().double()) for k, m in moments.items()}
+def _as_sent(moments: Mapping[str, Moments], statistics: Mapping[str, Running]) -> dict[str, Moments]:
+    dtypes = {name: running.mean.dtype for name, running in statistics.items()}
+    return {k: Moments(m.count, m.mean.to(dtypes[k]).cpu().double(), m.var.to(dtypes[k]).cpu().double()) for k, m in moments.items()}
 
 
 def _movement(name: str, old: Running, new: Running, eps: float) -> Movement:
@@ -320,7 +319,7 @@ def recompute_statistics(model: nn.Module, x: Tensor) -> None:
         NotAdaptable: A layer gets fewer than two values per channel.
     """
     samples = Samples(x, torch.zeros(len(x), dtype=torch.int64))
-    by_layer = statistics_pass(model, samples, StatisticsPass.for_exchange(INPUTS), seeded(0))
+    by_layer = statistics_pass(model, samples)
     if few := [name for name, moments in by_layer.items() if moments.count < 2]:
         raise NotAdaptable(
             f"layer {few[0]}: a variance needs at least 2 values per channel, but got {len(x)} sample(s): adapt with more samples"

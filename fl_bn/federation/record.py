@@ -219,6 +219,11 @@ def why_failed(record: RoundRecord) -> str:
     return f"The first reason: client {first.client}: {first.refused}{advice}"
 
 
+def first_loss(records: Iterable[RoundRecord]) -> float:
+    """Return the first known training loss of a run's ``records``; NaN: there is none."""
+    return next((record.loss for record in records if not math.isnan(record.loss)), math.nan)
+
+
 def watch(record: RoundRecord, first_loss: float = math.nan, last: bool = False, failed: int = 0) -> Iterator[str]:
     """Yield warnings if a round's training loss shows divergence, or if a run ends so.
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fl_bn.federation.composition import check_learns
 from fl_bn.federation.passes import Measured, Passes
-from fl_bn.federation.record import RoundRecord, watch, why_failed
+from fl_bn.federation.record import RoundRecord, first_loss, why_failed
 from fl_bn.federation.server import Server, Transport
 from fl_bn.federation.values import Named
 from fl_bn.methods import Phase, Refresh
@@ -45,6 +44,7 @@ def run(
     passes: Passes | None = None,
     first: int = 1,
     failed: int = 0,
+    earlier: Sequence[RoundRecord] = (),
     show: Callable[[Measured], None] = lambda measured: None,
 ) -> Iterator[Round]:
     """Train for ``rounds`` rounds, and yield each round's results when it is over.
@@ -59,6 +59,7 @@ def run(
         passes: Makes the statistics-only exchanges.
         first: The first round, above 1 if the run continues.
         failed: The number of failed rounds in a row just before.
+        earlier: The records of the rounds before, if the run continues.
         show: Called in a run of 0 rounds with the state before the exchanges, and
             each result.
 
@@ -70,7 +71,7 @@ def run(
     if rounds:
         check_learns(server.model)
     passes, policy = passes or Passes(server), server.policy
-    server.rounds, first_loss = rounds, math.nan
+    server.rounds, server.first_loss = rounds, first_loss(earlier)
     tensors: Named = server.shared.tensors()
     if first == 1 and server.shared.statistics():
         tensors = passes.calibrated(transport, tensors, rounds, show)
@@ -81,15 +82,14 @@ def run(
         failed = 0 if changed else failed + 1
         tensors = server.shared.tensors()
         due = policy.due(number, rounds) and failed < policy.max_failed
-        measures = server.method.refresh is not Refresh.NOTHING and server.record.phase != Phase.FROZEN.value
+        measures = server.method.refresh is not Refresh.NOTHING and not server.method.freezes_statistics(Phase(server.record.phase))
         evaluated: Named = {} if measures else tensors
         if due and measures:
             evaluated = passes.refreshed(transport, number, tensors)
         evaluation = transport.evaluate(number, evaluated) if due else {}
         transport.finish_round(number, changed)
         server.record = replace(server.record, evaluation=evaluation, seconds=time.perf_counter() - begin)
-        first_loss = server.record.loss if math.isnan(first_loss) else first_loss
-        for warning in watch(server.record, first_loss, number == rounds, failed):
+        for warning in server.warnings(number == rounds, failed):
             LOGGER.warning("%s", warning)
         yield Round(server.record, tensors, evaluated, failed)
         if failed >= policy.max_failed:

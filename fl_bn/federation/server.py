@@ -7,8 +7,9 @@ leaves out the client whose reply has the largest values.
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -18,7 +19,7 @@ from fl_bn.federation.aggregation import NO_DEFENCE, Defence, Drift, TooFew
 from fl_bn.federation.composition import check_layers, check_weights, say_absent, say_unmeasured
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.policy import ServerPolicy
-from fl_bn.federation.record import RoundRecord, with_clients
+from fl_bn.federation.record import RoundRecord, watch, with_clients
 from fl_bn.federation.replies import REPLIED, TRAINED, Expected, Intake, bounds_of, taking_part
 from fl_bn.federation.shared_model import NotFinite, ServerStep, SharedModel
 from fl_bn.federation.values import Instruction, Named, Reply, RoundReplies, count_tensors, section_bytes
@@ -61,7 +62,7 @@ class Server:
         say_absent(model, method)
         self.optimizer = (optimizer or server_optimizer("fedavg")).fresh()
         self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
-        self.round = 0
+        self.round, self.first_loss = 0, math.nan  # the run's first known training loss
         self._bounds: dict[str, float] = {}  # section -> the largest allowed value in replies of this round
         self.left_out: set[int] = set()  # clients without which the next round goes, since their values spoilt a round's sum
 
@@ -103,6 +104,11 @@ class Server:
     def _weight(self, part: Reply) -> float:
         by_samples = self.policy.client_weights == "samples" or Phase(self.record.phase) is Phase.EXCHANGE
         return float(part.weight) if by_samples and not self.defended else 1.0
+
+    def warnings(self, last: bool, failed: int = 0) -> Iterator[str]:
+        """Yield what ``watch`` says of the round that is over, the ``last`` of the run or not."""
+        self.first_loss = self.record.loss if math.isnan(self.first_loss) else self.first_loss
+        return watch(self.record, self.first_loss, last, failed)
 
     def conclude(self, replies: RoundReplies) -> bool:
         """Combine ``replies`` to ``begin``'s instruction, and tell whether the model changed.

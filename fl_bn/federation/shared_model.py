@@ -290,7 +290,7 @@ class SharedModel:
         else:
             mean, report = defence.update(tensors, None if section == "gradients" else state)
             distances = [float(distance) for distance in report.distances]
-        for name in (self._frozen - names) & mean.keys() if section == "weights" else ():
+        for name in (self._frozen - names) & mean.keys():
             mean[name].copy_(state[name])
         learnable = {name: tensor for name, tensor in mean.items() if name in names}
         if section == "gradients":

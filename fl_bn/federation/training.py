@@ -26,10 +26,9 @@ from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import Outcome
 from fl_bn.federation.gradients import clip
 from fl_bn.federation.local import NO_VARIANCE, PASS_BATCH, Samples, pieces, torch_seed
-from fl_bn.federation.recording import Connect
 from fl_bn.federation.schema import Locality
 from fl_bn.federation.settings import LocalTraining, seeded
-from fl_bn.federation.values import NOTHING, ClientState, Instruction
+from fl_bn.federation.values import Instruction
 from fl_bn.methods import NORMALISERS, Method, Phase, StatisticsReport
 from fl_bn.models.head import head_of
 from fl_bn.task import CLASSIFICATION, Task, batch_size, one_number, to_device
@@ -54,10 +53,13 @@ class Trained:
     left_out: int = 0
 
 
-def train(round: LocalRound, batches: Iterable[Any], task: Task, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> Trained:
+def train(
+    round: LocalRound, batches: Iterable[Any], task: Task, optimizer: Optimizer, scheduler: LRScheduler | None = None, passes: int = 1
+) -> Trained:
     """Train ``round.model`` in place by settings, method and phase, inside ``round.open()``.
 
-    ``scheduler`` steps after every batch. A batch of one sample is left out if a
+    The round makes ``passes`` over ``batches``, of which this is one. ``scheduler``
+    steps after every batch. A batch of one sample is left out if a
     BatchNorm layer gets only one value per channel, which has no variance.
     """
     model, settings, rate = round.model, round.settings, round.instruction.learning_rate
@@ -66,7 +68,7 @@ def train(round: LocalRound, batches: Iterable[Any], task: Task, optimizer: Opti
     head = head_of(model) if how == "adaptive" else None
     if how == "round":
         batches, number = counted(batches)
-        limit = settings.norm_in_round(rate, number)
+        limit = settings.norm_in_round(rate, number * passes)
     total, count, left_out = torch.zeros((), dtype=torch.float64, device=like.device), 0, 0
     for batch in batches:
         x, y = (to_device(part, like.device) for part in task.read(batch))
@@ -182,7 +184,7 @@ class SampleLoop:
             round.momentum.load(optimizer)
         scheduler = self.scheduler(optimizer)
         with self.seeded(round, DROPOUT), round.open():
-            trained = [train(round, batches, self.task, optimizer, scheduler) for _ in range(self.passes)]
+            trained = [train(round, batches, self.task, optimizer, scheduler, self.passes) for _ in range(self.passes)]
         if round.momentum is not None:
             round.momentum.keep(optimizer)
         left_out = sum(of.left_out for of in trained)
@@ -204,7 +206,7 @@ class SampleLoop:
     def pass_inputs(self, round: LocalRound) -> Iterator[Any]:
         """Return and count the statistics pass's inputs, on the network's device."""
         own, how, n, like = round.statistics_pass, round.statistics_pass.how, len(self.samples), inputs_like(round.model)
-        own.samples = how.size(n, round.settings.planned(n))
+        own.samples = how.size(n, round.settings.trained_on(n))
         size = round.settings.batch_size if how.measured == NORMALISERS else PASS_BATCH
         rng = seeded(self.seed, self.client, round.instruction.round, SUBSET, not round.trains)
         return (self.samples.batch(index, like)[0] for index in pieces(n, replace(how, samples=own.samples), rng, size))
@@ -232,11 +234,9 @@ def alone(
     settings: LocalTraining,
     learning_rate: float,
     phase: Phase = Phase.TRAIN,
-    kept: ClientState = NOTHING,
-    connect: Connect | None = None,
     number: int = 0,
 ) -> LocalRound:
     """Make a client's round without a server, from the tensors of ``model``."""
     state, expected = model.state_dict(), schema.instruction(model, Locality.of(model, method), settings.auxiliary).sections
     sections = {section: {name: state[name].detach().clone() for name in names if name in state} for section, names in expected.items()}
-    return LocalRound(model, method, Instruction(number, phase, sections, learning_rate), kept, settings, connect)
+    return LocalRound(model, method, Instruction(number, phase, sections, learning_rate), settings=settings)

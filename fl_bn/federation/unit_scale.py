@@ -33,7 +33,16 @@ ELEMENTWISE: tuple[Any, ...] = (
     nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Dropout, F.relu, F.leaky_relu, F.dropout, torch.relu, "relu",
 )  # fmt: skip
 """Operations on each value by itself. After a linear layer, pooling would mix features."""
-POOLING = (nn.Dropout2d, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d)
+POOLING = (
+    nn.Dropout2d,
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.AvgPool2d,
+    nn.AdaptiveAvgPool2d,
+    F.max_pool2d,
+    F.avg_pool2d,
+    F.adaptive_avg_pool2d,
+)
 HOMOGENEOUS = (*ELEMENTWISE, *POOLING)
 """Operations f with f(a x) = a f(x) for a positive factor a per channel."""
 MUCH = 0.01

@@ -301,7 +301,7 @@ class BatchNormStrategy(Strategy):
         result.arrays = transport.outward(server.shared.tensors())
         if first == 1 and rounds:
             transport.evaluations.here(0, server.shared.tensors())
-        for one in run(server, transport, rounds, transport.statistics, first, failed, show):
+        for one in run(server, transport, rounds, transport.statistics, first, failed, transport.running.history, show):
             newest.take(one.record.round, one.evaluated)  # for the callbacks, which get this round next
             result.records.append(tell())
             result.arrays, failed = transport.outward(newest.tensors), one.failed

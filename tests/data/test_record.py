@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,9 @@ def test_every_client_gives_a_share_and_trains_on_the_rest() -> None:
     assert found.data.domain_test.tolist() == [n % 3 for n in held]
     least = hold_out(data, [np.arange(2), np.arange(2, 5), np.arange(5, 42)], 0.95, 0)
     assert [len(part) for part in least.parts] == [2, 2, 2]  # a client keeps two samples
+    pairs = hold_out(replace(data, group_train=torch.arange(42) // 2), [np.arange(42)], 0.2, 0).data
+    trained, held = ({n // 2 for n in numbers(pairs, split)} for split in ("train", "test"))
+    assert (len(trained), len(held), trained & held) == (17, 4, set())  # pairs stay together
     with wrong_data("made-up", "validation-share=0.9"):
         hold_out(data, [np.arange(2), np.arange(2, 4)], 0.9, 0)
 

@@ -88,8 +88,10 @@ def other(kit: Path) -> Path:
 
 def test_the_key_of_a_site_that_goes_or_is_renewed_is_kept_as_a_former_one(kit: Path, server: ServerFolder) -> None:
     key, old, site = read_public(server.public_key("A")), read_public(server.public_key("B")), contents(kit / "sites/A")
+    (kit / "sites/B/site.key").rename(kit / "sites/B/b.key")
+    (kit / "sites/B/site.toml").write_text((kit / "sites/B/site.toml").read_text().replace('"site.key"', '"b.key"'))
     renew_site(server, "B", None, kit / "sites/B")
-    assert read_public(server.public_key("B")) == public_half(kit / "sites/B/site.key") != old
+    assert read_public(server.public_key("B")) == public_half(kit / "sites/B/b.key") != old
     assert failures(kit) == []
     assert contents(kit / "sites/A") == site
     changed = remove_site(server, "A")

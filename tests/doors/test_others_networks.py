@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torchvision.models import detection
 
 from fl_bn import Federation, Task, convert, methods
 from fl_bn.methods import METHODS, Method
+from fl_bn.objectives import Scaffold
 from fl_bn.task import batch_size
 from tests.doors.inner import RunConfig, Unconvertible
 from tests.doors.test_federation import made, net
@@ -127,6 +129,28 @@ def test_a_federation_clips_where_a_run_config_clips(method: Method, keys: dict[
     fed = federation(method=method, optimizer=partial(SGD, lr=RATE, momentum=0.9))
     found, wanted = fed._transport.clients.own[0].settings, RunConfig.from_mapping(keys).local_training()
     assert (found.clip, found.clip_limit, found.step_clip) == (wanted.clip, wanted.clip_limit, wanted.step_clip)
+
+
+def test_a_clip_by_the_round_counts_the_batches_of_all_epochs() -> None:
+    batches = [made(number, 8) for number in range(4)]
+    options = {"method": methods.fbn(), "calibrate": 0, "optimizer": partial(SGD, lr=9.0)}
+    feds = [federation(clients=[of], local_epochs=n, **options) for of, n in ((batches * 5, 1), (batches, 5), (batches, 4))]
+    once, five, control = ([p.tolist() for _ in fed.run(1) for p in fed.model.parameters()] for fed in feds)
+    assert once == five != control
+
+
+def test_a_round_without_a_client_s_reply_leaves_scaffold_s_mean_right() -> None:
+    class Loader(list):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return iter(()) if next(looks) == 3 else super().__iter__()
+
+    looks, used = count(1), []
+    fed = federation(clients=[[made(0, 16)], Loader([made(1, 16)])], objective=Scaffold())
+    for record in fed.run(4):
+        used.append(len(record.accepted))
+        shared, own = fed.server.shared.auxiliary["control"], [kept.get("objective") for kept in fed._transport.kept]
+        assert all(torch.allclose(shared[name], sum(one[name] for one in own) / 2, atol=1e-6) for name in shared)
+    assert sorted(used) == [1, 2, 2, 2]
 
 
 # Layers that change while they run

@@ -74,7 +74,7 @@ def test_gradients_are_those_of_the_clients_merged_batches() -> None:
 STEPS, UNION = 5, {"update": "weights", "local_steps": 5, "weight_decay": 0.0}
 
 
-SOME = {"partition": "dirichlet", "partition_parameter": 0.3, "sizes": "equal"}
+SOME = {"partition": "classes", "partition_parameter": 1.0}
 
 
 def union_by_hand(normaliser: str = "bn", frozen_after: int = len(RATES), some: bool = False) -> list[float]:

@@ -214,7 +214,7 @@ CONDITIONS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"frozen-rate": 0.5}, {"method": "fedavg"}, {"method": "fedavg", "freeze-after": 5}),
     ({"classes": 2}, {}, SITES),
     ({"data-path": "x"}, SITES, {"dataset": "npz"}),
-    ({"partition": "iid", "sizes": "equal"}, SITES, {}),
+    ({"partition": "iid"}, SITES, {}),
     ({"test-on": "all"}, {"partition": "iid"}, {"partition": "natural"}),
     ({"partition-parameter": 2.0}, {"partition": "iid"}, {"partition": "classes"}),
     ({"unseen-client": True}, {"method": "fbn"}, {"method": "fedbn"}),

@@ -163,7 +163,8 @@ class LoaderLoop(SampleLoop):
         if (count := sum(part.samples for part in trained)) == 0:
             return Outcome(0, client=self.client)
         loss = sum(part.loss * part.samples for part in trained) / count
-        return Outcome(max(1, count // self.own.settings.epochs), loss, client=self.client)
+        largest = max(part.samples for part in trained) * len(trained)  # an epoch may be smaller than others, by random batch sizes
+        return Outcome(max(1, largest // self.own.settings.epochs), loss, client=self.client)
 
 
 def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:

@@ -186,7 +186,8 @@ class LocalTransport(Transport):
         """Record in the cohort's states whether the server used the replies."""
         counted = {client.client for client in self.server.record.accepted if changed}
         for client in self.cohort(number):
-            self.kept[client] = replace(self.kept[client], counted=client in counted)
+            if self.kept[client].round == number:  # an older state was counted in its own round, or was not
+                self.kept[client] = replace(self.kept[client], counted=client in counted)
 
     def cohort(self, number: int) -> list[int]:
         """Return the clients of round ``number``, drawn by the seed, ascending."""
