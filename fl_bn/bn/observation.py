@@ -191,7 +191,7 @@ def pooled(observed: dict[str, list[Moments]]) -> dict[str, Moments]:
 def moving_average(layer: _BatchNorm, batches: Sequence[Moments]) -> Moments:
     """Return ``layer``'s running statistics after ``batches``, updated as in torch.
 
-    They have the count of all batches, in float64.
+    They have the count of all batches and the unbiased variance, in float64.
     """
     assert layer.running_mean is not None
     assert layer.running_var is not None
@@ -199,5 +199,4 @@ def moving_average(layer: _BatchNorm, batches: Sequence[Moments]) -> Moments:
     running = Running(layer.running_mean, layer.running_var)
     for batch in batches:
         running = ema(running, batch.to(layer.running_mean.device), layer.momentum)
-    count = sum(batch.count for batch in batches)
-    return Moments(count, running.mean, running.var * ((count - 1) / count))  # torch's variance is unbiased
+    return Moments(sum(batch.count for batch in batches), *running)

@@ -161,10 +161,8 @@ class LocalTraining(Options):
 
     def planned(self, samples: int) -> int:
         """Return a client's weight by its ``samples``, as known before its round."""
-        return samples if self.weigh_all else self.trained_on(samples)
-
-    def trained_on(self, samples: int) -> int:
-        """Return how many of a client's ``samples`` it trains on in a round."""
+        if self.weigh_all:
+            return samples
         return distinct(samples, self.batch_size, epochs=self.epochs, steps=self.steps, drop_last=self.drop_last)
 
     def most_steps(self, samples: int) -> int:

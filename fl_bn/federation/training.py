@@ -206,7 +206,7 @@ class SampleLoop:
     def pass_inputs(self, round: LocalRound) -> Iterator[Any]:
         """Return and count the statistics pass's inputs, on the network's device."""
         own, how, n, like = round.statistics_pass, round.statistics_pass.how, len(self.samples), inputs_like(round.model)
-        own.samples = how.size(n, round.settings.trained_on(n))
+        own.samples = how.size(n, round.settings.planned(n))
         size = round.settings.batch_size if how.measured == NORMALISERS else PASS_BATCH
         rng = seeded(self.seed, self.client, round.instruction.round, SUBSET, not round.trains)
         return (self.samples.batch(index, like)[0] for index in pieces(n, replace(how, samples=own.samples), rng, size))

@@ -119,7 +119,8 @@ class StatisticsPass:
             layer. ``hybrid``: as in training; it is then exact in the first layer
             only.
         samples: size of a seeded random subset. 0: all. ``AS_TRAINED``: as many as
-            the client trains on in the round, but at least ``FEWEST``.
+            the client weighs in the round, which it trains on unless it counts for
+            all it has, but at least ``FEWEST``.
         measured: ``inputs``: moments of the layers' inputs. ``normalisers``: the
             mean and variance that normalise a training batch (``Refresh.HYBRID``).
     """
