@@ -76,6 +76,8 @@ def advise(
             folder = Path(output or f"runs/advise-{datetime.now():%Y%m%d-%H%M%S}")
             rounds = min(config.rounds, max(PILOT_ROUNDS, config.rounds // 10))
             short = {**keys, "rounds": rounds, "validation-share": config.validation_share or PILOT_SHARE}
+            if config.freeze_after > 0:  # at the same share of the run
+                short["freeze-after"] = max(1, config.freeze_after * rounds // config.rounds)
             best = [name for name in allowed if name != BASELINE][:BEST]
             if compared(",".join([BASELINE, *best]), 1, short, folder, jobs):
                 raise typer.Exit(1)

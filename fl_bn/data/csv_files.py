@@ -47,7 +47,7 @@ class Rows:
             were used.
     """
 
-    x: NDArray[np.float32]
+    x: NDArray[np.float64]
     y: NDArray[np.generic]
     groups: tuple[str, ...]
     note: str
@@ -74,7 +74,8 @@ def load_csv(path: str, image_size: int) -> TableData:
     columns = _columns(files)
     tables = [read_rows(file, columns) for file in files]
     splits = [split(table, columns) for table in tables]
-    x, y = np.concatenate([table.x for table in tables]), np.concatenate([table.y for table in tables])
+    x = np.concatenate([table.x for table in tables]).astype(np.float32)
+    y = np.concatenate([table.y for table in tables]).astype(np.int64 if columns.classes else np.float32)
     test = np.concatenate(splits)
     for file, own in zip(files, splits, strict=True):
         expect(bool(own.any()), file, "", "at least a training row and a test row", f"{len(own)} rows, divided by {columns.group or 'row'}")
@@ -155,8 +156,8 @@ def read_rows(file: Path, columns: Columns) -> Rows:
     note = f"{len(rows)} rows are used; {', '.join(f'{what}: {n}' for what, n in sorted(counts.items()))}" if counts else ""
     x, y, groups = zip(*rows, strict=True)
     return Rows(
-        np.array(x).astype(np.float32),
-        np.array(y, dtype=np.int64 if columns.classes else np.float32),
+        np.array(x, dtype=np.float64),
+        np.array(y, dtype=np.int64 if columns.classes else np.float64),
         tuple(groups) if columns.group else (),
         note,
     )

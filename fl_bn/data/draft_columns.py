@@ -14,7 +14,7 @@ from typing import Any
 
 import tomli_w
 
-from fl_bn.data.columns import DELIMITERS, DROP, Columns, columns_of, is_missing
+from fl_bn.data.columns import DELIMITERS, DROP, Columns, Scale, columns_of, is_missing
 from fl_bn.data.csv_files import NUMBER, csv_files, read_lines, read_rows, split
 from fl_bn.data.record import expect
 from fl_bn.support.names import escaped, nearest, short
@@ -27,7 +27,8 @@ def draft(path: str, target: str, *, regression: bool = False, delimiter: str = 
 
     A column of numbers is numeric. One of more than ``MOST_CATEGORIES`` texts, or
     of none, is ignored. Others are categorical. Means and deviations are those of
-    training rows without a missing cell, rounded to two digits of the deviation.
+    training rows that have a cell in the column, rounded to two digits of the
+    deviation.
 
     Args:
         path: a folder of CSV files, or files, separated by commas.
@@ -91,18 +92,17 @@ def _in_order(texts: set[str]) -> list[str]:
 
 
 def _scales(files: Sequence[Path], columns: Columns) -> dict[str, dict[str, float]]:
-    """Compute numeric columns' mean and deviation over all training rows.
+    """Compute each numeric column's mean and deviation over its training rows.
 
     The deviation has two significant digits, and the mean the same decimal place.
     """
-    tables = [read_rows(file, columns) for file in files]
-    training = [(table, ~split(table, columns)) for table in tables]
-    values = {name: [table.x[rows, index] for table, rows in training] for index, name in enumerate(columns.numeric)}
-    if not columns.classes:
-        values[columns.target] = [table.y[rows] for table, rows in training]
     scales = {}
-    for name, parts in values.items():
-        joined = [float(value) for part in parts for value in part]
+    for name in (*columns.numeric, *(() if columns.classes else (columns.target,))):
+        joined, numeric = list[float](), {name: Scale()} if name in columns.numeric else {}
+        own = replace(columns, numeric=numeric, categorical={}, ignore=(*columns.ignore, *columns.numeric, *columns.categorical))
+        for file in files:
+            table = read_rows(file, own)
+            joined += (table.x[:, 0] if numeric else table.y)[~split(table, own)].tolist()
         mean = math.fsum(joined) / len(joined)
         std = math.sqrt(math.fsum((value - mean) ** 2 for value in joined) / len(joined)) or 1.0
         place = 1 - math.floor(math.log10(std))
