@@ -66,18 +66,16 @@ COLOURED = 20.0  # points; larger differences have the colour of this one
 
 
 def regimes_of(lines: Accuracies, measured: Mapping[str, Measured]) -> list[Regime]:
-    """Return the regimes in which plain BatchNorm and at least one other method were run.
-
-    Args:
-        lines: The finished cells.
-        measured: Regime -> what was measured about its clients.
-    """
+    """Return the regimes in which plain BatchNorm and another method were run. ``measured``: regime -> what is known of its clients."""
     found = []
     for name in REGIMES:
-        tested = {method: accuracies(lines, TEST, name, method) for method in METHODS}
-        runs = {method: {seed: value for (seed, _), value in sorted(cells.items())} for method, cells in tested.items() if cells}
+        tested = {method: (best_rate(lines, name, method)[0], accuracies(lines, TEST, name, method)) for method in METHODS}
+        runs = {
+            method: {seed: value for (seed, rate), value in sorted(own.items()) if rate == best} for method, (best, own) in tested.items()
+        }
+        runs = {method: own for method, own in runs.items() if own}
+        rates = {method: tested[method][0] for method in runs}
         if BASELINE in runs and len(runs) > 1:
-            rates = {method: best_rate(lines, name, method)[0] for method in runs}
             margins = {method: margin(runs[method], runs[BASELINE]) for method in runs if method != BASELINE}
             found.append(Regime(name, PROBLEMS[name], measured[name], runs, rates, margins))
     return found

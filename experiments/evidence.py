@@ -12,7 +12,7 @@ from statistics import median
 
 from experiments.catalogue import FOLDER, Experiment, find, study
 from experiments.claims import FILE, LEAST, VARIANT, Claim, Own, Place, Register, Rules, Side, read_register
-from experiments.judging import MISSING, Outcome, answer, reasons, verdict
+from experiments.judging import MISSING, Outcome, reasons, verdict
 from experiments.kept import ANY_DATA, Kept, cells_of, finished, in_ways, keep, load, measured, own_config
 from experiments.scale import too_short
 from fl_bn.app.config import ConfigError
@@ -152,10 +152,6 @@ class Tested:
     def anchor(self) -> str:
         """Return the anchor of the claim's section in EVIDENCE.md."""
         return self.claim.id.lower()
-
-    def answer(self, own: Own, outcomes: Sequence[Outcome]) -> str:
-        """Return the answer to one of this project's questions; ``judging.answer`` has the rules."""
-        return answer(own, outcomes)
 
 
 def gather(folder: Path, experiments: Path = FOLDER) -> list[Tested]:

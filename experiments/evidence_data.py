@@ -47,10 +47,8 @@ def main(source: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for pattern in AS_THEY_ARE:
         for file in sorted(source.glob(pattern)):
-            if not (target / file.name).exists():
-                shutil.copyfile(file, target / file.name)
-            if not (rates := target / "rates" / file.name).exists():
-                save(rates, held_out_of_training(read(file), 0))
+            shutil.copyfile(file, target / file.name)
+            save(target / "rates" / file.name, held_out_of_training(read(file), 0))
     if (office := source / "office_caltech10_64.npz").exists():
         by_domain(office, target)
     if (abide := source / "abide_4sites.npz").exists():

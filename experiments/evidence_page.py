@@ -14,7 +14,7 @@ from experiments.catalogue import FOLDER
 from experiments.claims import Comparison
 from experiments.difference_pictures import Difference, differences
 from experiments.evidence import Runs, Tested, gather
-from experiments.judging import AGAINST, HELD, LESS, MISSING, NOT_AT_SCALE, NOT_RUN, OPEN, SMALL, UNTESTABLE, Outcome
+from experiments.judging import AGAINST, HELD, LESS, MISSING, NOT_AT_SCALE, NOT_RUN, OPEN, SMALL, UNTESTABLE, Outcome, answer
 from experiments.marks import replaced
 from experiments.rates import in_words, tried
 from fl_bn.app.pictures import Picture
@@ -137,7 +137,7 @@ def short(claims: Sequence[Tested], page: str) -> str:
         for own, _, outcomes in one.own:
             if wrong := [outcome for outcome in outcomes if outcome.state == AGAINST]:
                 asked = f"[{'; '.join(str(outcome.comparison) for outcome in wrong)}]({page}#{own.id})"
-                against.append((asked, "; ".join(map(_measured, wrong)), one.answer(own, outcomes)))
+                against.append((asked, "; ".join(map(_measured, wrong)), answer(own, outcomes)))
     if against:
         lines.append(f"| we asked: {' | '.join('<br>'.join(column) for column in zip(*against, strict=True))} |")
     lines += ["", f"Of {len(claims)} claims of the five papers {len(run)} have runs here: {len(decided)} decided{others} ([all]({page}))."]
@@ -180,7 +180,7 @@ def _section(one: Tested) -> list[str]:
 def _own(one: Tested) -> list[str]:
     lines = []
     for own, runs, outcomes in one.own:
-        said = f"**{own.asks}** {one.answer(own, outcomes)} ({len(runs.kept)} of {len(runs.defined)} cells)"
+        said = f"**{own.asks}** {answer(own, outcomes)} ({len(runs.kept)} of {len(runs.defined)} cells)"
         lines += ["", f"#### {own.id}", "", said]
         lines += ["", *_table(outcomes)] if any(o.differences for o in outcomes) else []
     return lines

@@ -49,8 +49,11 @@ def difference_map(layout: Layout, row: str, minus: str) -> Picture:
     xs, ys = layout.values(x), layout.values(y)
     values = np.full((len(ys), len(xs)), np.nan)
     for (n, at_y), (m, at_x) in product(enumerate(ys), enumerate(xs)):
-        one, other = (layout.entry(layout.groups.get((name, f"{at_x}, {at_y}"), ())).mean for name in (row, minus))
-        values[n, m] = one - other
+        cells = (layout.groups.get((name, f"{at_x}, {at_y}"), ()) for name in (row, minus))
+        one, other = ({cell.config.get("seed"): layout.entry([cell]).mean for cell in of} for of in cells)
+        differences = [value - other[seed] for seed, value in one.items() if seed in other]
+        if known := [difference for difference in differences if np.isfinite(difference)]:
+            values[n, m] = fmean(known)
     caption = f"{layout.title()}: {row} minus {minus}, in points, over {x} and {y}; mean over seeds."
     return Picture("map", caption, lambda: draw_map(values, xs, ys, x, y, f"{row} minus {minus} (points)"))
 
@@ -87,9 +90,10 @@ def draw_map(values: np.ndarray, xs: Sequence[str], ys: Sequence[str], x: str, y
 
 
 def diagnostics(layout: Layout, folder: Path) -> Curves:
-    """Read the diagnostics of the finished runs: quantity -> row -> round -> the mean over runs of the median over layers."""
+    """Read the diagnostics of the finished runs: quantity -> row and column -> round -> the mean over runs of the median over layers."""
     measured: dict[str, dict[str, dict[int, list[float]]]] = {}
-    for (row, _), cells in layout.groups.items():
+    for place, cells in layout.groups.items():
+        row = ", ".join(filter(None, place))
         for cell in cells:
             file = folder / "runs" / cell.name / "diagnostics.csv"
             if cell.finished and file.exists():

@@ -10,6 +10,7 @@ from fl_bn.app.config import SITES, ConfigError, RunConfig
 from fl_bn.app.former import CONFIG as CONFIG
 from fl_bn.app.former import values_of
 from fl_bn.app.history import LINES, History
+from fl_bn.app.summary import ended
 from fl_bn.app.usage import Usage
 from fl_bn.flower.compat import LOGGER
 from fl_bn.flower.recovery import Checkpoint
@@ -119,9 +120,8 @@ def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
     values = values_of(run)
     _check_version(run)
     config = Usage().config({**values, "output": str(run.resolve().parent), "name": "", "resume": run.resolve().name})
-    done = rounds_done(run)
-    if done >= config.rounds and (run / "summary.md").exists() and not (run / FOLDER).exists():
-        raise ConfigError(f"{run} is finished: all of its {config.rounds} rounds are done, and {run / 'summary.md'} has the results")
+    if ended(run / "summary.md") and not (run / FOLDER).exists():
+        raise ConfigError(f"{run} is finished, after {rounds_done(run)} rounds, and {run / 'summary.md'} has the results")
     if deployed and not list((run / FOLDER).glob(f"round-*{durable.SUFFIX}")):
         raise ConfigError(f"{run} has no checkpoint to go on from (checkpoint-every makes them): submit the run anew")
     if not deployed and (config.dataset == SITES or config.client_nodes):

@@ -107,7 +107,7 @@ def client_rows(record: RoundRecord, task: Task = CLASSIFICATION, called: Client
             "refused": client.refused,
         }
     for index, metrics in record.client_evaluation.items():
-        rows.setdefault(index, {}).update({task.metric: metrics[task.metric], "test-loss": _finite(metrics["loss"])})
+        rows.setdefault(index, {}).update({task.metric: _finite(metrics[task.metric]), "test-loss": _finite(metrics["loss"])})
     sites = {index: {"site": name} for index in rows if (name := called.site(index))}
     return [{"round": record.round, "client": index, **sites.get(index, {}), **rows[index]} for index in sorted(rows)]
 
@@ -152,7 +152,7 @@ def record_of(row: Mapping[str, Any], task: Task = CLASSIFICATION) -> RoundRecor
             values |= {key: number(client[key]) for key in ("loss", "distance")}
             clients.append(ClientRecord(**values))
         if task.metric in client:
-            own[client["client"]] = {task.metric: client[task.metric], "loss": number(client["test-loss"])}
+            own[client["client"]] = {task.metric: number(client[task.metric]), "loss": number(client["test-loss"])}
     return RoundRecord(
         row["round"],
         row["phase"],

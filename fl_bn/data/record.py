@@ -124,8 +124,8 @@ class Dataset:
 
     def select(self, train: Tensor, test: Tensor, **changes: Any) -> Self:
         """Return the chosen samples, by indices or masks, with other ``changes`` of attributes."""
-        names = {f"{what}_{split}": of for split, of in (("train", train), ("test", test)) for what in ("x", "y", "domain")}
-        names["group_train"] = train
+        splits = {"train": train, "test": test}
+        names = {"group_train": train, **{f"{what}_{split}": of for split, of in splits.items() for what in ("x", "y", "domain")}}
         chosen = {name: tensor[of] for name, of in names.items() if (tensor := getattr(self, name)) is not None}
         return replace(self, **{**chosen, **changes})
 

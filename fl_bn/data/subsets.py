@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -56,8 +56,7 @@ def _domain(data: Dataset, name: str) -> tuple[int, Tensor, Tensor]:
     return data.domains.index(name), data.domain_train, data.domain_test
 
 
-@dataclass(frozen=True, eq=False)
-class HeldOut:
+class HeldOut(NamedTuple):
     """Hold a data set with validation samples.
 
     Attributes:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fl_bn.flower.secagg.rounds import SecureRounds
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
-NO_MODEL = "evaluate_fn is not called from round %d on: under %s clients keep their BatchNorm. %s. tells=True in client_app.py sends it"
+NO_MODEL = "evaluate_fn is not called without the clients' BatchNorm, which they keep under %s. %s. tells=True in client_app.py sends it"
 AVERAGED = "evaluate_fn gets a model with the average of the clients' BatchNorm, since every client keeps its own under %s"
 NOTHING_SHARED = "evaluate_fn is not called: under %s clients share no weights, so there is no global model"
 CONVERTED = "evaluate_fn gets the arrays of the converted network, since %s replaces BatchNorm: load them into fl_bn.convert(Net(), method)"
@@ -52,7 +52,6 @@ class Evaluations:
         self.evaluate_fn: EvaluateFn | None = None
         self.unseen = dict[str, Tensor]()  # the average of the layers that clients keep
         self.once = cache(log)  # logs a line with its values once in this run
-        self._none = False  # whether it is known that there is no global model
 
     def say_refused(self, line: str, refused: Mapping[int, str]) -> None:
         """Warn of each refused client once in a run for each reason."""
@@ -178,14 +177,11 @@ class Evaluations:
             self.once(logging.INFO, NOTHING_SHARED, method.name)
             return None
         if number and method.personal and others:
-            if self._none:
-                return None
             mean, refused = kept_average(run, number) if run.secure is None else ({}, {})
             if not mean:
-                self._none = True
                 reasons = [f"{run.policy.called.client(client)}: {why}" for client, why in sorted(refused.items())]
                 why = "Secure aggregation hides each client's layers" if run.secure else [*reasons, "No client is online"][0]
-                self.once(logging.WARNING, NO_MODEL, number, method.name, why)
+                self.once(logging.WARNING, NO_MODEL, method.name, why)
                 return None
             self.once(logging.INFO, AVERAGED, method.name)
             others |= mean

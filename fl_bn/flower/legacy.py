@@ -184,6 +184,7 @@ def legacy_server_app(
         check_class(server, Server, {"fit"})
         older: Any = server.strategy
         check_class(older, FedAvg, CALLED - ({"aggregate_fit"} if method.personal else set()))  # clients keep tensors
+        given = [(thing, type(thing)) for thing in (server, older)]
         rounds = LegacyRounds(older, model(), method, **options)
 
         def fit(self: Server, num_rounds: int, timeout: float | None) -> tuple[History, float]:
@@ -194,7 +195,11 @@ def legacy_server_app(
             return rounds.history, time.monotonic() - begin
 
         put_between(server, Server, fit=fit)
-        history, seconds = server.fit(num_rounds=config.num_rounds, timeout=config.round_timeout)
+        try:
+            history, seconds = server.fit(num_rounds=config.num_rounds, timeout=config.round_timeout)
+        finally:
+            for thing, kind in given:  # for a second run with the same objects
+                thing.__class__ = kind
         log(logging.INFO, "[SUMMARY] %s rounds in %.2f s\n%s", config.num_rounds, seconds, history)  # as Flower's own server does
         grid.result = history  # what run_in_process returns
 
@@ -248,7 +253,7 @@ class LegacyRounds(OwnAppStrategy):
         loss, metrics = found
         self.history.add_loss_centralized(server_round, loss)
         self.history.add_metrics_centralized(server_round, dict(metrics))
-        return MetricRecord({"loss": float(loss), **{name: float(v) for name, v in metrics.items() if isinstance(v, int | float)}})
+        return MetricRecord({**_numbers(metrics), "loss": float(loss)})
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """Make the train messages, with the config that ``on_fit_config_fn`` returns."""

@@ -200,8 +200,8 @@ def training(
             ``report="pass"`` measure them before training. Other methods do not use
             them.
         task: splits a batch into inputs and targets for that measurement.
-        objective: ``PLAIN``, or FedProx, SCAFFOLD or FedSAM. With one of these
-            three, call ``round.backward(lambda: loss_of(x), x)`` in place of
+        objective: ``PLAIN``, or FedProx, SCAFFOLD, FedSAM or MOON. With one of
+            these four, call ``round.backward(lambda: loss_of(x), x)`` in place of
             ``loss.backward()``.
 
     Yields:

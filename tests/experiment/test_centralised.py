@@ -72,8 +72,6 @@ def test_gradients_are_those_of_the_clients_merged_batches() -> None:
 
 
 STEPS, UNION = 5, {"update": "weights", "local_steps": 5, "weight_decay": 0.0}
-
-
 SOME = {"partition": "classes", "partition_parameter": 1.0}
 
 

@@ -9,7 +9,7 @@ import tempfile
 from importlib.metadata import metadata, requires
 from pathlib import Path
 
-from fl_bn.support.extras import version_of
+from fl_bn.support.extras import ABSENT, version_of
 from fl_bn.support.finding import Finding
 
 LITTLE = 1 << 30  # a warning is due below these bytes of GPU memory or disk
@@ -24,7 +24,7 @@ def packages() -> Finding:
     stated = map(Requirement, requires("fl-bn") or ())
     needed += [one for one in stated if one.marker is None]
     here = {one.name: platform.python_version() if one.name == "python" else version_of(one.name) for one in needed}
-    if wrong := [one for one in needed if not one.specifier.contains(here[one.name], prereleases=True)]:
+    if wrong := [one for one in needed if here[one.name] == ABSENT or not one.specifier.contains(here[one.name], prereleases=True)]:
         text = ", ".join(f"{one.name} is {here[one.name]}, but fl-bn needs {one.specifier}" for one in wrong)
         return Finding("fail", "packages", text, "install again: pip install -c constraints.txt -e '.[deployment,report,vision]'")
     return Finding("ok", "packages", ", ".join(f"{name} {version}" for name, version in here.items()))

@@ -225,7 +225,7 @@ def by_domain(cells: Sequence[Cell], each: bool = True) -> list[Cell]:
 
 def _mean(values: Mapping[str, float | None]) -> float | None:
     known = [value for value in values.values() if value is not None]
-    return sum(known) / len(known) if known else None
+    return sum(known) / len(known) if len(known) == len(values) else None  # a domain where training diverged is not left out
 
 
 def tabulate(layout: Layout, cells: Sequence[Cell]) -> Table:

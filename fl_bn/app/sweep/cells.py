@@ -25,6 +25,7 @@ from fl_bn.app.config import ConfigError, RunConfig
 from fl_bn.app.former import read_config, renewed
 from fl_bn.app.history import LINES, read_rows
 from fl_bn.app.report.cells import CENTRALISED, OUTCOME, read_outcome
+from fl_bn.app.summary import ended
 from fl_bn.federation.engines.workers import cores, end_with
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.flower.compat import LOGGER
@@ -84,7 +85,7 @@ class Cell:
         if differing := [f"{k} is {there.get(k)!r} there, {here.get(k)!r} here" for k in deciding if there.get(k) != here.get(k)]:
             raise ConfigError(f"{self.path} holds another run ({'; '.join(differing)}): give another output folder, or remove {self.path}")
         whole = self.config.rounds in (0, len(self.rows()))  # 0: a re-calibration, which has as many rows as it made passes
-        return outcome.get("status") == "finished" and whole
+        return whole and (outcome.get("status") == "finished" or ended(self.path / "summary.md"))  # fl-bn resume writes no outcome
 
     def outcome(self) -> dict[str, Any]:
         """Return the content of ``cell.json``, if the run has ended and it can be read."""

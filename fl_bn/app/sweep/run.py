@@ -90,9 +90,9 @@ def run(sweep: Sweep, chosen: Plan, output: Path, jobs: int, progress: Callable[
     cell that failed, now or before, by its name.
     """
     durable.write(output / FILE, sweep.to_toml().encode(), mode=0o666)
-    for cell in chosen.cells:  # labels of axes may have been renamed in the file since the cell was run
-        if cell.finished() and cell.outcome().get("axes") != dict(cell.axes):
-            cell.write_outcome("finished", float(cell.outcome().get("seconds", 0.0)))
+    for cell in chosen.cells:  # axes may have got other labels since, and `fl-bn resume` may have ended a run
+        if cell.finished() and ((told := cell.outcome()).get("status"), told.get("axes")) != ("finished", dict(cell.axes)):
+            cell.write_outcome("finished", float(told.get("seconds", 0.0)))
     names = {cell.config.name for cell in chosen.todo} | {cell.config.name for cell in chosen.cells if cell.finished()}
     errors = run_cells([cell for cell in chosen.cells if cell.config.name in names], jobs, progress)
     return {**chosen.failed, **errors}
