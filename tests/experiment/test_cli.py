@@ -62,4 +62,4 @@ def test_ctrl_c_leaves_a_folder_that_goes_on_with_the_bits_of_a_run_that_nobody_
     assert differences(whole, bits(path)) == []
     assert differences(whole, early) != []  # control
     assert "interrupted" not in (path / "summary.md").read_text()
-    ends_with_a_sentence("resume", path, about=f"all of its {ROUNDS} rounds are done")
+    ends_with_a_sentence("resume", path, about=f"is finished, after {ROUNDS} rounds")
