@@ -226,8 +226,8 @@ def test_a_run_that_was_signed_elsewhere_is_watched_and_ended_and_not_changed(fe
     """By a key with a passphrase. And no other run gets its name."""
     key, file, own = tmp_path / "alice.key", tmp_path / "run", federation.kit / "submitters/submitter/submitter.key"
     subprocess.run(["openssl", "pkey", "-aes256", "-passout", "pass:two words", "-in", str(own), "-out", str(key)], check=True)
-    unsigned = {**SMALL, "method": "fedavg", "rounds": 200, "checkpoint-every": 1, "name": "mine"}
-    config = flower_config({name: value for name, value in unsigned.items() if name != "clients"})  # the server fills it in
+    small = {name: value for name, value in SMALL.items() if name != "clients"}  # which the server fills in
+    config = flower_config({**small, "method": "fedavg", "rounds": 200, "checkpoint-every": 1, "name": "mine"})
     words = ["--run-config", config, "--sign-only", str(file), "--key", str(key)]
     for typed, code in (("another", 2), ("two words", 0)):
         argv = [*FL_BN, "submit", str(federation.kit / "server"), *words]

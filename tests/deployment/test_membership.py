@@ -145,6 +145,7 @@ def test_a_key_that_the_superlink_refuses_locks_out_its_site_alone_and_an_interr
         control.nodes_of(server, server.sites)
 
 
+@pytest.mark.slow
 def test_two_changes_at_once_are_made_one_after_the_other(kit: Path, server: ServerFolder) -> None:
     words = [sys.executable, "-m", "fl_bn.cli.main", "kit", "add-site", str(server.path), "west"]
     with one_at_a_time(server.path):

@@ -17,10 +17,6 @@ from tests.deployment.test_signing import package_of
 
 ROOT = Path(__file__).parents[2]
 KEY, APP, STRANGER = 21001, 21002, 21003  # users who need no entry anywhere
-root_only = pytest.mark.skipif(os.geteuid() != 0, reason="files for three users: needs root")
-
-
-# Files of a site without containers
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +73,8 @@ MAY_NOT = [
 ]  # fmt: skip
 
 
-@root_only
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="files for three users: needs root")
 def test_each_user_may_do_what_the_page_says_and_no_more(folder: Path) -> None:
     """The app reads no key, changes neither who the site is, its policy nor a package, and trusts nobody; the SuperNode reads no state."""
     assert [of for of in MAY if not may(*of[:2], folder / of[2])] == []

@@ -165,7 +165,7 @@ def test_control_its_like_is_taken() -> None:
     assert next(iter(SeededBatches(torch.ones(4, 5, dtype=torch.int32), torch.zeros(4), 4)))[0].dtype is torch.int32  # indices of words
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_error_of_a_client_names_it_and_its_round(workers: int) -> None:
     with pytest.raises(RuntimeError) as caught:
         run(clients=[batches(), Wrong()], workers=workers)

@@ -147,6 +147,7 @@ def test_stems_for_small_images() -> None:
 SIZES = {"mobilenetv2": (4_383_139, 61), "resnet18": (12_333_923, 29), "resnet50": (26_682_211, 62)}  # for 19 classes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoder", SIZES)
 def test_deeplab_gives_scores_per_pixel(encoder: str) -> None:
     pytest.importorskip("segmentation_models_pytorch")
