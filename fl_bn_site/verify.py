@@ -167,10 +167,10 @@ def _private(path: Path) -> Finding:
 
 
 def _same(subject: str, one: Callable[[], object], other: Callable[[], object]) -> Finding:
-    """Check whether two functions return equal values. One that raises OSError or ValueError cannot read its file: that fails, too."""
+    """Check whether two functions return equal values. One that raises cannot read its file: that fails, too."""
     try:
         return _true(one() == other(), subject, f"the two do not belong together; {NEW_KIT}")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:  # TypeError: a key with a passphrase
         return _true(False, subject, f"{reason(error)}; {NEW_KIT}")
 
 

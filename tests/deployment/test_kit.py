@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from contextlib import chdir
 from pathlib import Path
+from subprocess import check_call
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.refusals import naming
 from tests.test_durable import room_for
 
 PRIVATE = ("authority/ca.key", "server/server.key", "sites/A/site.key", "sites/B/site.key", "submitters/submitter/submitter.key")
+LOCKED = ("openssl", "genpkey", "-algorithm", "ed25519", "-aes256", "-pass", "pass:two words", "-out")  # a key with a passphrase
 
 
 def failures(folder: Path) -> list[str]:
@@ -70,6 +72,7 @@ def of_another_kit(*names: str) -> Any:
         (lambda kit: (kit / "server/sites/B.pub").unlink(), "server", ["B.pub is a public key"]),
         (lambda kit: (kit / "server/server.crt").unlink(), "server", ["server.crt is a certificate", "server.key belongs to"]),
         (lambda kit: (kit / "sites/A/submitters/submitter.pub").unlink(), ".", ["policy.toml is complete"]),
+        (lambda kit: check_call([*LOCKED, kit / "sites/A/site.key"]), "sites/A", ["site.key belongs to"]),
     ],
 )
 def test_what_is_broken_is_found_and_nothing_else(tmp_path: Path, change: Any, where: str, expected: list[str]) -> None:

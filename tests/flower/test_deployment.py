@@ -72,9 +72,6 @@ def test_a_round_with_an_exchange_without_encryption_is_refused_in_a_deployment(
         Exchanges(ExchangeSettings(**given), net(), {}).round(Kit(), [], [], 1.0)
 
 
-# Progress
-
-
 def test_an_own_app_tells_its_rounds(tmp_path: Path) -> None:
     FBN(net()).start(Kit(output=str(tmp_path), **{"client-nodes": "1,2"}), num_rounds=2)
     begun, *rows = [json.loads(line) for line in (tmp_path / "mine" / PROGRESS).read_text().splitlines()]
