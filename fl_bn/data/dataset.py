@@ -39,7 +39,7 @@ def named(text: str) -> tuple[str, str]:
 
 
 def load(name: str, path: str = "", image_size: int = 0, modules: Modules | None = None) -> Dataset:
-    """Load a data set by name. The process caches the last four.
+    """Load a data set by name. A process keeps the last four, and does not read a file again that changed.
 
     Args:
         name: one of ``DATASETS``, or your own function as
