@@ -125,10 +125,9 @@ def renew(
             raise ValueError("--stolen and --site do different things: give only one of them")
         signs = authority or folder.path.parent / "authority"
         if site:
-            place = output or folder.path.parent / "sites" / site
-            renew_site(folder, site, public_key, place)
-            if public_key is None:
-                typer.echo(f"{place / 'site.key'}: send this key to {site} over a secret channel; {site} has to start again with it")
+            made = renew_site(folder, site, public_key, output or folder.path.parent / "sites" / site)
+            if made is not None:
+                typer.echo(f"{made}: send this key to {site} over a secret channel; {site} has to start again with it")
             _tell_superlink(folder)
         elif stolen:
             files = replace_authority(folder, signs, days)
@@ -136,7 +135,7 @@ def renew(
             typer.echo(f"the fingerprint of the new ca.crt is {fingerprint(folder.authority)}; tell it to the sites by telephone")
             typer.echo(f"send {signs / 'ca.crt'} to every site, to put in the place of its own: {', '.join(folder.sites)}")
             if files:
-                typer.echo(f"the sites' folders of this kit have the new ca.crt already: {', '.join(file.parent.name for file in files)}")
+                typer.echo(f"the sites' folders of this kit have the new ca.crt already: {', '.join(map(str, files))}")
             typer.echo("start `fl-bn start` again here, and at each site once it has the new ca.crt")
         else:
             former = renew_server(folder, signs, days)

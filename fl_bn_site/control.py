@@ -29,7 +29,7 @@ from fl_bn.support.flower_config import OF_OUR_APP, OUR_APP, Scalar, flower_conf
 from fl_bn_site.certificates import read_public
 from fl_bn_site.commands import environment, local, of_1_25, program
 from fl_bn_site.folders import ServerFolder
-from fl_bn_site.membership import former_owner
+from fl_bn_site.membership import owner
 
 NAME = "deployment"  # what Flower calls the SuperLink here
 # how lines of ``flwr`` begin that stand before the reason of an error, or before a log
@@ -382,7 +382,7 @@ def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) 
             if (key := owners.get(node, "")) not in keys.values():
                 control.ask("supernode", "unregister", str(node))  # it gets no message from now on
                 known.pop(key, None)
-                yield former_owner(server, bytes.fromhex(key)) or "a key of no site", "shut out: no site of server.toml has this key"
+                yield owner(server, bytes.fromhex(key)) or "a key of no site", "shut out: no site of server.toml has this key"
         _note(server, known, keys)
     if refused:
         raise KeyRefused(

@@ -157,7 +157,7 @@ def replace_authority(server: ServerFolder, authority: Path, days: int) -> list[
     return trusted
 
 
-def renew_site(server: ServerFolder, name: str, public_key: Path | None, folder: Path) -> None:
+def renew_site(server: ServerFolder, name: str, public_key: Path | None, folder: Path) -> Path | None:
     """Replace the key of a site.
 
     Args:
@@ -167,6 +167,9 @@ def renew_site(server: ServerFolder, name: str, public_key: Path | None, folder:
             ``folder``.
         folder: The folder of the site. It is not used with ``public_key``.
 
+    Returns:
+        The file of the new private key, which the site needs; None: the site has it already.
+
     Raises:
         KitError: There is no such site, ``folder`` is not a site's folder, or the key cannot be read or belongs
             to another site.
@@ -175,7 +178,7 @@ def renew_site(server: ServerFolder, name: str, public_key: Path | None, folder:
         raise KitError(f"{server.path / server.file} has no site {name}, but only {', '.join(server.sites)}")
     if public_key is not None:
         _swap({server.public_key(name): _read_key(server, name, public_key)})
-        return
+        return None
     if not (folder / SiteFolder.file).exists() or (site := SiteFolder.read(folder)).site != name:
         raise KitError(
             f"expected the folder of {name}, with its name in {SiteFolder.file}, but got {folder}: give the site's folder (--output), or "
@@ -183,6 +186,7 @@ def renew_site(server: ServerFolder, name: str, public_key: Path | None, folder:
         )
     private, line = make_site_key(name)
     _swap({site.private_key: private, folder / "site.pub": line, server.public_key(name): line})
+    return site.private_key
 
 
 def days_left(folder: ServerFolder | SiteFolder) -> tuple[Path, int]:
@@ -216,20 +220,20 @@ def check_expiry(folder: ServerFolder | SiteFolder) -> str:
     return f"{path} expires in {days} days: {renewal}" if days < SOON else ""
 
 
-def former_owner(server: ServerFolder, key: bytes) -> str:
-    """Find the site to which a public key belonged earlier.
+def owner(server: ServerFolder, key: bytes) -> str:
+    """Find the site to which a public key belongs, or belonged earlier.
 
     Args:
         server: The server's folder, which keeps former keys in ``sites/former``.
         key: The public key in DER.
 
     Returns:
-        The name of the site; empty: the key is not among the former keys.
+        The name of the site; empty: no site has or had this key, as far as the files can be read.
     """
-    for path in (server.path / "sites" / FORMER).glob("*.pub.*"):
+    for path in (*map(server.public_key, server.sites), *(server.path / "sites" / FORMER).glob("*.pub.*")):
         with suppress(OSError, ValueError):
             if read_public(path) == key:
-                return path.name.rpartition(".pub.")[0]
+                return path.name.rpartition(".pub")[0]
     return ""
 
 
@@ -243,10 +247,9 @@ def _read_key(server: ServerFolder, name: str, public_key: Path) -> bytes:
         content, key = public_key.read_bytes(), read_public(public_key)
     except (OSError, ValueError) as error:
         raise KitError(f"{public_key} is not the public key of a site (site.pub): {error}") from error
-    present = {read_public(path): site for site in server.sites if site != name and (path := server.public_key(site)).exists()}
-    if owner := present.get(key) or former_owner(server, key):
+    if of := owner(server, key):
         raise KitError(
-            f"{public_key} is a key that {owner} has or had, but every site needs a key of its own, and Flower accepts no former one: "
+            f"{public_key} is a key that {of} has or had, but every site needs a key of its own, and Flower accepts no former one: "
             f"make another key pair for {name}"
         )
     return content
@@ -280,13 +283,13 @@ def _swap(files: Mapping[Path, bytes]) -> None:
     """Replace files by new ones: all, or on a full disk none. Copies of the old ones are in the folders ``former`` beside them.
 
     Args:
-        files: The new content of each file. Files that end in ``.key`` can be read by their owner only.
+        files: The new content of each file. Private keys can be read by their owner only.
     """
     made: list[Path] = []
     try:
         for path, content in files.items():
             made.append(path.with_name(f".new-{path.name}"))
-            write(made[-1], content, 0o600 if path.suffix == ".key" else 0o666)
+            write(made[-1], content, 0o600 if b"PRIVATE KEY" in content else 0o666)
         for path in filter(Path.exists, files):
             made.append(_keep(path))
     except BaseException:

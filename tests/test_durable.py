@@ -167,9 +167,6 @@ def test_equal_tensors_give_equal_files() -> None:
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in load(data).items())
 
 
-# Damage
-
-
 def refused(data: bytes) -> bool:
     """Read a file that is in memory: tens of thousands are read in a second."""
     try:

@@ -18,7 +18,7 @@ from fl_bn_site import certificates, control
 from fl_bn_site.certificates import names_in, public_half, read_certificate, read_public, write_site_key
 from fl_bn_site.control import ControlError, register_sites
 from fl_bn_site.folders import one_at_a_time
-from fl_bn_site.membership import add_site, check_expiry, former_owner, remove_site, renew_server, renew_site, replace_authority
+from fl_bn_site.membership import add_site, check_expiry, owner, remove_site, renew_server, renew_site, replace_authority
 from tests.deployment.conftest import PLAN
 from tests.deployment.inner import FolderError, KitError, ServerFolder, SiteFolder, app, create
 from tests.deployment.test_kit import failures
@@ -57,6 +57,7 @@ CHANGES: list[Callable[[ServerFolder, Path], object]] = [
     lambda server, kit: add_site(server, "east", None, kit / "sites/B"),
     lambda server, kit: remove_site(server, "C"),
     lambda server, kit: renew_site(server, "A", kit / "sites/B/site.pub", kit / "sites/A"),
+    lambda server, kit: renew_site(server, "A", kit / "sites/A/site.pub", kit / "sites/A"),  # nothing would be renewed
     lambda server, kit: renew_site(server, "C", None, kit / "sites/A"),
     lambda server, kit: renew_server(server, other(kit), 400),
     lambda server, kit: renew_server(server, kit / "nowhere", 400),
@@ -88,15 +89,15 @@ def other(kit: Path) -> Path:
 
 def test_the_key_of_a_site_that_goes_or_is_renewed_is_kept_as_a_former_one(kit: Path, server: ServerFolder) -> None:
     key, old, site = read_public(server.public_key("A")), read_public(server.public_key("B")), contents(kit / "sites/A")
-    (kit / "sites/B/site.key").rename(kit / "sites/B/b.key")
-    (kit / "sites/B/site.toml").write_text((kit / "sites/B/site.toml").read_text().replace('"site.key"', '"b.key"'))
+    (kit / "sites/B/site.key").rename(kit / "sites/B/b.pem")
+    (kit / "sites/B/site.toml").write_text((kit / "sites/B/site.toml").read_text().replace('"site.key"', '"b.pem"'))
     renew_site(server, "B", None, kit / "sites/B")
-    assert read_public(server.public_key("B")) == public_half(kit / "sites/B/b.key") != old
+    assert read_public(server.public_key("B")) == public_half(kit / "sites/B/b.pem") != old
     assert failures(kit) == []
     assert contents(kit / "sites/A") == site
     changed = remove_site(server, "A")
     assert (changed.sites, server.public_key("A").exists()) == (("B",), False)
-    assert [former_owner(changed, of) for of in (key, old, read_public(server.public_key("B")))] == ["A", "B", ""]
+    assert [owner(changed, of) for of in (key, old, read_public(server.public_key("B")), b"")] == ["A", "B", "B", ""]
     assert failures(kit) == []
     with pytest.raises(KitError):
         remove_site(changed, "B")
