@@ -142,9 +142,6 @@ def test_wrong_arguments_are_refused_with_the_reason(arguments: dict[str, Any], 
         partition(**(defaults | arguments))
 
 
-# Batches
-
-
 def drawn(n: int, batch_size: int, **how: Any) -> list[NDArray[np.int64]]:
     return draw_batches(n, batch_size, np.random.default_rng(0), **how)
 

@@ -314,6 +314,7 @@ def test_what_summarises_too_few_samples_stays(gate: Gate) -> None:
             answer = gate.ask(package(body.replace("COUNT", str(count))))
             assert leaves != ("min-samples = 8" in str(answer.has_error() and answer.error.reason)), (body, count)
             assert gate.lines()[-1]["decision"] == ("sent" if leaves else "refused")
+            assert body is not vector or not leaves or gate.lines()[-2]["message"] == "exchange", "each vector has a line"
 
 
 def test_where_the_line_cannot_be_written_no_answer_leaves(gate: Gate) -> None:

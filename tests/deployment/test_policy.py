@@ -35,6 +35,8 @@ def test_a_missing_line_allows_everything_but_foreign_code_and_a_missing_or_empt
     hand_out([Submitter("alice", bytes(32))], tmp_path)
     with pytest.raises(NotAllowed):
         policy(tmp_path, "").check_package(package_of({"app.py": ""}), {})
+    with pytest.raises(NotAllowed):
+        policy(tmp_path, "min-samples = 8").check_leaving({"moments": {"samples": 4}}, 100)
 
 
 def test_the_template_s_lines_can_be_set_and_limits_reach_the_app(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from fl_bn.methods import METHODS
 from tests.equivalence.product import Computed, compute
 from tests.equivalence.row import Row, off
 
@@ -21,6 +22,7 @@ MODULES = sorted(path.stem for path in (Path(__file__).parents[1] / "oracles").g
 EVERY: list[Row] = [row for name in MODULES for row in getattr(import_module(f"tests.oracles.{name}"), "ROWS", ())]
 ROWS = {row.name: row for row in EVERY}
 assert len(ROWS) == len(EVERY), "two rows of one name"
+assert METHODS.keys() == {row.method for row in EVERY}, "a method without rows in tests/oracles"
 
 
 def cases(first: bool = False) -> list[Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fl_bn.exchange.call import Answer, Join, Key, Local, Quantity, Request
-from fl_bn.exchange.session import LARGEST_COUNT, POLICIES
+from fl_bn.exchange.session import LARGEST_COUNT, POLICIES, reduce
 from tests.exchange.cohorts import BATCHES, GOOD, LAYERS, NARROW, WIDE, Clock, Cohort, answer, joined, local, reason
 from tests.listed import listed
 from tools.hostile.fuzz import sequences
@@ -44,6 +44,8 @@ def test_under_a_defence_the_unbiased_variance_is_that_of_counts_as_the_median_c
     cohort.submit(0, sent[0])
     got = answer(cohort.submit(1, sent[1]))
     assert (got.count, got.values.tolist()) == (8, [1.0, 1.0, 2 * (8 / 7), 2 * (8 / 7)])
+    parts = [Local(Key("0", Quantity.GRADIENTS), torch.tensor([value]), 1) for value in (1e8, 1.0, -1e8)]
+    assert float(reduce(parts, [1, 1, 1])) == pytest.approx(1 / 3, rel=1e-6)  # float32 is summed in float64
 
 
 # the session's gate

@@ -120,9 +120,6 @@ def test_what_a_site_may_have_otherwise(tmp_path: Path, sites: list[dict[str, st
     assert "accuracy after round 2" in (mixed / "summary.md").read_text()
 
 
-# State, and devices
-
-
 def test_a_site_keeps_its_own_in_its_own_folder(sites: list[dict[str, str]], tmp_path: Path) -> None:
     nodes = [{**site, "state-dir": str(tmp_path / f"state-{number}")} for number, site in enumerate(sites)]
     path = play(small_run(tmp_path / "runs", method="fedbn", **SITES, checkpoint_every=0), nodes)

@@ -120,9 +120,6 @@ def test_a_node_is_given_up(code: int, dies: int, back: bool, least: float, most
     assert least <= clock.now - begin <= most + 4 * POLL
 
 
-# Whole runs
-
-
 def played(grid: SlowGrid, method: Method = FBN, **policy: Any) -> tuple[list[RoundRecord], dict[str, Any]]:
     """Run three rounds; return their records and the arrays."""
     records: list[RoundRecord] = []

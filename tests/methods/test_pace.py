@@ -107,6 +107,7 @@ fixbn, fedavg, ROUNDS, BASE = METHODS["fixbn"], METHODS["fedavg"], 8, 0.05
 Rates = Callable[[int, int], float]
 SCHEDULES: dict[str, Rates] = {
     "constant": Schedule(BASE, "constant", 1.0),
+    "cosine": Schedule(BASE, "cosine", 1.0),
     "step, the paper's": Schedule(BASE, "step", 0.1),
     "step, gentle": Schedule(BASE, "step", 0.5),
     "milestones": Schedule(BASE, "milestones", 1.0, ((0.5, 0.02), (0.75, 2.0))),

@@ -71,6 +71,8 @@ def test_with_another_number_of_neighbours_krum_chooses_otherwise(rng: np.random
     """Negative control."""
     drawn = [rng.normal(size=(7, 3)) for _ in range(50)]
     assert sum(not np.array_equal(multi_krum(x, 1, select=1).value, krum_oracle.krum(x, 2)) for x in drawn) > 5
+    missing = np.full((1, 3), np.nan)  # a row of no numbers is one of the f
+    assert all(np.array_equal(krum(np.vstack([x, missing]), 2).value, krum(x, 1).value) for x in drawn)
 
 
 def total_distance(x: Array, point: Array) -> float:

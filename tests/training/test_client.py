@@ -59,6 +59,7 @@ def test_with_gradients_the_client_steps_what_stays_home(name: str, home: Role, 
 )
 def test_learning_rate_schedules(schedule: Schedule, rates: list[float]) -> None:
     assert [schedule(t, 8) for t in range(1, 9)] == pytest.approx(rates)
+    assert [Schedule(1.0, "step", 0.1)(t, 10) for t in (5, 6, 7, 8)] == pytest.approx([1, 0.1, 0.1, 0.01])  # 10 is no multiple of 4
 
 
 def test_a_round_of_more_steps_has_a_smaller_limit_and_one_of_none_that_of_one() -> None:
