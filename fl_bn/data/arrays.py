@@ -154,13 +154,7 @@ def _read(file: Path) -> dict[str, Array]:
             return arrays
     except DataError:
         raise
-    except (
-        ValueError,
-        EOFError,
-        zipfile.BadZipFile,
-        zlib.error,
-        NotImplementedError,
-    ) as error:  # an object array is a ValueError, without pickles
+    except (ValueError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(file, f"expected arrays of numbers, as np.savez writes them, but could not read them: {error}", key) from error
 
 

@@ -53,7 +53,14 @@ class ClientPass:
         samples: The number of samples in the pass.
     """
 
-    def __init__(self, model: nn.Module, locality: Locality, instruction: Instruction, kept: ClientState, connect: Connect | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        locality: Locality,
+        instruction: Instruction,
+        kept: ClientState,
+        connect: Connect | None,
+    ) -> None:
         self._model, self._layers, self._instruction = model, locality.shared_statistics, instruction
         self._connect = None if instruction.trains else connect
         self._unmeasured = locality.home_statistics if self._layers and not kept.get("local") else ()

@@ -226,7 +226,8 @@ class LegacyRounds(OwnAppStrategy):
     """Run fl-bn's rounds with an older strategy's functions, and write Flower's ``History``."""
 
     def __init__(self, older: FedAvg, model: nn.Module, method: Method, **options: Any) -> None:
-        super().__init__(model, method, **{name: getattr(older, attribute) for name, attribute in GIVEN.items()}, **options)
+        given = {name: getattr(older, attribute) for name, attribute in GIVEN.items()}
+        super().__init__(model, method, **given, **options)
         self.older, self._model = older, model
         self.history: Any = History()  # with ``parameters`` at the end
         self._found: tuple[Any, Any] = None, {}  # what the older strategy's next aggregating hook returns
@@ -234,7 +235,9 @@ class LegacyRounds(OwnAppStrategy):
 
     def initial(self, manager: Any) -> ArrayRecord | None:
         """Return the strategy's ``initial_parameters`` by name, if it has any."""
+        given = getattr(self.older, "initial_parameters", None)
         parameters = self.older.initialize_parameters(manager)
+        self.older.initial_parameters = given  # FedAvg forgets them
         return None if parameters is None else self._named(parameters)
 
     def _named(self, parameters: Parameters) -> ArrayRecord:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
@@ -218,14 +218,17 @@ def by_domain(cells: Sequence[Cell], each: bool = True) -> list[Cell]:
         for name in names:
             own = tuple({**row, cell.metric: (row.get("per-domain") or {}).get(name), "per-domain": None} for row in cell.rows)
             split.append(replace(cell, axes={**cell.axes, DOMAIN: name}, rows=own))
-        means = tuple({**row, cell.metric: _mean(row["per-domain"])} if row.get("per-domain") else row for row in cell.rows)
+        # a domain that never has a value has no such metric, such as an AUC of one class
+        of = {name for row in cell.rows for name, value in (row.get("per-domain") or {}).items() if value is not None}
+        means = tuple({**row, cell.metric: _mean(row["per-domain"], of)} if row.get("per-domain") else row for row in cell.rows)
         split.append(replace(cell, axes={**cell.axes, DOMAIN: AVERAGE} if each else cell.axes, rows=means))
     return split
 
 
-def _mean(values: Mapping[str, float | None]) -> float | None:
-    known = [value for value in values.values() if value is not None]
-    return sum(known) / len(known) if len(known) == len(values) else None  # a domain where training diverged is not left out
+def _mean(values: Mapping[str, float | None], of: Container[str]) -> float | None:
+    """Return the mean over the domains ``of``; None: one diverged."""
+    known = [value for name, value in values.items() if name in of]
+    return None if None in known or not known else sum(known) / len(known)  # type: ignore[arg-type]
 
 
 def tabulate(layout: Layout, cells: Sequence[Cell]) -> Table:
