@@ -126,7 +126,7 @@ def _read(found: Sequence[Regime]) -> list[str]:
     for regime in found:
         seeds.setdefault(len(regime.accuracies[BASELINE]), []).append(regime.name)
     most, *fewer = sorted(seeds, reverse=True)
-    older = "".join(f" ({len(seeds[n])} regimes: {n})" for n in fewer)
+    older = "".join(f" ({n} in {len(seeds[n])} of the regimes)" for n in fewer)
     methods = max(len(regime.methods) for regime in found)
     return [
         f"Bundled digits, {COMMON['rounds']} rounds, {most} seeds{older}, {methods} methods, each at the best of its learning rates. "
