@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from statistics import fmean
+
 import torch
 from torch import nn
 
@@ -32,14 +35,16 @@ def test_metrics(config: RunConfig, model: nn.Module, device: torch.device) -> d
 def note_domains(config: RunConfig, record: RoundRecord) -> None:
     """Add the metric of each domain to ``record``, the mean over the domain's clients.
 
-    This needs clients that evaluated their own models on their own domains.
+    This needs clients that evaluated their own models on their own domains. NaN: the
+    domain's clients did not evaluate, such as one that diverged. Where
+    ``evaluate-clients`` draws them, domains that were not drawn are left out.
     """
-    of = task(config)
+    of, all_asked = task(config), not 0 < config.evaluate_clients < config.clients
     own = config.dataset != SITES and config.partition in BY_DOMAIN and config.test_on == "own"
     if not own or not record.client_evaluation or per_domain(record.evaluation, of):
         return
     names = dataset(config).domains
-    by_domain: dict[str, list[float]] = {name: [] for name in names}
-    for client, metrics in record.client_evaluation.items():
-        by_domain[names[client % len(names)]].append(metrics[of.metric])
-    record.evaluation.update(named_per_domain({name: sum(values) / len(values) for name, values in by_domain.items() if values}, of))
+    for index, name in enumerate(names):
+        values = [metrics[of.metric] for client, metrics in record.client_evaluation.items() if client % len(names) == index]
+        if values or all_asked:
+            record.evaluation.update(named_per_domain({name: fmean(values or [math.nan])}, of))

@@ -63,8 +63,7 @@ def compared(methods: str, seeds: int, keys: Mapping[str, Any], folder: Path, jo
 
     config = Usage().config(keys)
     title = f"{config.dataset}, {config.model}, {config.clients} clients, {config.partition_in_words()}, {config.rounds} rounds"
-    chosen = range(config.seed, config.seed + seeds)
-    sweep = comparison(methods.split(","), chosen, keys, title)
+    sweep = comparison(methods.split(","), range(config.seed, config.seed + seeds), keys, title)
     return carry_out(sweep, folder, jobs, retry=True)
 
 

@@ -49,8 +49,7 @@ def load_npz(path: str, image_size: int) -> Dataset:
     """
     files = paths(path)
     expect(bool(files), "npz", "data-path", "one .npz file, or several separated by commas", "none")
-    sets = [_dataset(str(file), _read(file), floats=False) for file in files]
-    return joined("npz", files, sets, image_size)
+    return joined("npz", files, [_dataset(str(file), _read(file), floats=False) for file in files], image_size)
 
 
 def joined(name: str, sites: Sequence[Path], sets: Sequence[Dataset], image_size: int) -> Dataset:

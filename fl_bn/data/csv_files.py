@@ -185,12 +185,7 @@ def _row(file: Path, line: int, cells: Mapping[str, str], columns: Columns) -> t
         instead(name, policy, "a missing value", what, wanted, short(cells[name]))
         return True
 
-    def number(name: str, scale: Scale) -> float:
-        value = (float(cells[name]) - scale.mean) / scale.std if NUMBER.fullmatch(cells[name]) else math.nan
-        expect(abs(value) <= LARGEST, file, place(line, name), "a finite number, like -12.5 or 3e4", short(cells[name]))
-        return value
-
-    x = [0.0 if absent(name) else number(name, scale) for name, scale in columns.numeric.items()]
+    x = [0.0 if absent(name) else number(file, line, name, cells[name], scale) for name, scale in columns.numeric.items()]
     for name, categories in columns.categorical.items():
         cell = cells[name]
         if cell not in categories and not absent(name):
@@ -202,7 +197,7 @@ def _row(file: Path, line: int, cells: Mapping[str, str], columns: Columns) -> t
         absent(columns.target, fillable=False)
         known = f"one of the classes {short(', '.join(columns.classes))}"
         expect(not columns.classes, file, place(line, columns.target), known, f"{short(cell)}{nearest(cell, columns.classes)}")
-    y = columns.classes.index(cell) if columns.classes else number(columns.target, columns.target_scale)
+    y = columns.classes.index(cell) if columns.classes else number(file, line, columns.target, cell, columns.target_scale)
     if columns.group:
         absent(columns.group, fillable=False)
     return (x, y, cells.get(columns.group, "")), replaced
@@ -240,6 +235,13 @@ def _checked_header(file: Path, line: int, header: list[str], columns: Columns) 
         expect(header.count(name) == 1, file, place(line, name), "every column once", "this name more often")
         expect(name in known, file, place(line, name), f"a column that {FILE} lists", f"another{nearest(name, known)}")
     return header
+
+
+def number(file: Path, line: int, column: str, cell: str, scale: Scale) -> float:
+    """Convert a cell to a scaled number; raise a ``DataError`` if it is none."""
+    value = (float(cell) - scale.mean) / scale.std if NUMBER.fullmatch(cell) else math.nan
+    expect(abs(value) <= LARGEST, file, place(line, column), "a finite number, like -12.5 or 3e4", short(cell))
+    return value
 
 
 def place(line: int, column: str) -> str:

@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tomli_w
 
 from fl_bn.data.columns import DELIMITERS, DROP, Columns, Scale, columns_of, is_missing
-from fl_bn.data.csv_files import NUMBER, csv_files, read_lines, read_rows, split
+from fl_bn.data.csv_files import NUMBER, csv_files, number, read_lines, read_rows, split
 from fl_bn.data.record import expect
 from fl_bn.support.names import escaped, nearest, short
 
@@ -28,7 +29,7 @@ def draft(path: str, target: str, *, regression: bool = False, delimiter: str = 
     A column of numbers is numeric. One of more than ``MOST_CATEGORIES`` texts, or
     of none, is ignored. Others are categorical. Means and deviations are those of
     training rows that have a cell in the column, rounded to two digits of the
-    deviation.
+    deviation. The split is drawn from all rows that have a target.
 
     Args:
         path: a folder of CSV files, or files, separated by commas.
@@ -92,19 +93,23 @@ def _in_order(texts: set[str]) -> list[str]:
 
 
 def _scales(files: Sequence[Path], columns: Columns) -> dict[str, dict[str, float]]:
-    """Compute each numeric column's mean and deviation over its training rows.
+    """Compute each numeric column's mean and deviation over its cells in training rows.
 
     The deviation has two significant digits, and the mean the same decimal place.
     """
+    bare = replace(columns, numeric={}, categorical={}, ignore=(*columns.ignore, *columns.numeric, *columns.categorical))
+    found = {name: list[float]() for name in (*columns.numeric, *(() if columns.classes else (columns.target,)))}
+    for file in files:
+        (_, header), *lines = read_lines(file, columns.delimiter)
+        trains = iter(~split(read_rows(file, bare), bare))  # of the rows that have a target
+        for line, cells in lines:
+            row = dict(zip(header, cells, strict=True))
+            if not is_missing(row[columns.target]) and next(trains):
+                for name in (name for name in found if not is_missing(row[name])):
+                    found[name].append(number(file, line, name, row[name], Scale()))
     scales = {}
-    for name in (*columns.numeric, *(() if columns.classes else (columns.target,))):
-        joined, numeric = list[float](), {name: Scale()} if name in columns.numeric else {}
-        own = replace(columns, numeric=numeric, categorical={}, ignore=(*columns.ignore, *columns.numeric, *columns.categorical))
-        for file in files:
-            table = read_rows(file, own)
-            joined += (table.x[:, 0] if numeric else table.y)[~split(table, own)].tolist()
-        mean = math.fsum(joined) / len(joined)
-        std = math.sqrt(math.fsum((value - mean) ** 2 for value in joined) / len(joined)) or 1.0
+    for name, values in found.items():
+        mean, std = float(np.mean(values or [0.0])), float(np.std(values or [0.0])) or 1.0
         place = 1 - math.floor(math.log10(std))
         scales[name] = {"mean": round(mean, place), "std": round(std, place)}
     return scales

@@ -72,24 +72,25 @@ def hold_out(data: Dataset, parts: list[Indices], share: float, seed: int) -> He
     """Hold out ``share`` of every client's training samples in place of the test split.
 
     They are drawn at random for each client separately, so they do not depend on
-    other clients. Samples of one group (``group_train``) stay together: groups are
-    drawn, in place of samples. A client keeps at least ``LEAST``, or all if it has
-    fewer.
+    other clients. A client keeps at least ``LEAST``, or all if it has fewer. Samples
+    of one group (``group_train``) stay together: groups are drawn, in place of
+    samples, and a client of two or more holds at least one out and keeps one.
 
     Raises:
         DataError: no client has a sample to hold out.
     """
     kept, held = list[Indices](), list[Indices]()
     groups = np.arange(len(data.y_train)) if data.group_train is None else data.group_train.numpy()
+    out, stay, kind = (0, LEAST, "samples") if data.group_train is None else (1, 1, "groups")
     for client, part in enumerate(parts):
         rng, members = np.random.default_rng(np.random.SeedSequence([_STREAM, seed, client])), np.unique(groups[part])
-        count = max(0, min(int(share * len(members) + 0.5), len(members) - LEAST))
+        count = max(0, min(max(out, int(share * len(members) + 0.5)), len(members) - stay))
         chosen = np.isin(groups[part], rng.permutation(members)[:count])
         held.append(part[chosen])
         kept.append(part[~chosen])
     remaining, chosen = np.sort(np.concatenate(kept)), np.sort(np.concatenate(held))
-    largest = max(len(part) for part in parts)
-    expect(len(chosen) > 0, data.name, f"validation-share={share:g}", "a client that gives a sample", f"{largest} samples at most")
+    largest = max(len(np.unique(groups[part])) for part in parts)
+    expect(len(chosen) > 0, data.name, f"validation-share={share:g}", f"a larger share or a client of more {kind}", f"{largest} at most")
     place = np.full(len(data.y_train), -1, dtype=np.int64)
     place[remaining] = np.arange(len(remaining))
     validated = data.tested_on_training().select(torch.from_numpy(remaining), torch.from_numpy(chosen))

@@ -81,7 +81,8 @@ def local_round(
     check_layers(model, method)
     check_converted(model, method)
     if instruction.trains and kept.round >= instruction.round:
-        kept = replace(kept, round=0)  # the state of an earlier run counts as from before round 1
+        # of the state of an earlier run, the client's own tensors stay, not its control variates and buffers
+        kept = replace(kept, round=0, sections={name: own for name, own in kept.sections.items() if name == "local"})
     round = LocalRound(model, method, instruction, kept, settings, connect, in_own_loop=True)
     if not round.trains:
         yield round

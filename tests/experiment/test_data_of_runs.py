@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fl_bn.app.history import per_domain
+from fl_bn.app.history import per_domain, round_line
 from fl_bn.app.sweep.file import parse
+from fl_bn.app.testing import note_domains
 from fl_bn.app.testing import test_metrics as metrics_of_test
+from fl_bn.federation.record import RoundRecord
 from fl_bn.models import build
 from fl_bn.robust.attacks import LABEL_FLIP
 from tests.data.test_own_files import draw
@@ -34,6 +36,13 @@ def test_accuracy_per_domain_is_that_on_the_domains_images() -> None:
         assert per_domain(found)[name] == evaluate(model, Samples(data.x_test[mine], data.y_test[mine]))["accuracy"]
     whole = evaluate(model, Samples(data.x_test, data.y_test))
     assert found["accuracy"] == whole["accuracy"]
+
+
+@listed(("sampled", "empty"), [(0, [None]), (2, [])])
+def test_the_domain_of_a_client_that_diverged_has_no_number(sampled: int, empty: list[None]) -> None:
+    record = RoundRecord(1, "train", 0.1, client_evaluation={i: {"accuracy": 0.5, "loss": 1.0} for i in (0, 2)})
+    note_domains(config(SHIFTED, method="fedbn", evaluate_clients=sampled), record)
+    assert [*round_line(record)["per-domain"].values()] == [0.5, *empty, 0.5]  # with evaluate-clients=2, it was not asked
 
 
 @pytest.mark.parametrize("tested", [{}, {"test_on": "all"}, {"evaluate_on": "training"}])

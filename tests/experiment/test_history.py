@@ -54,9 +54,6 @@ def test_the_rows_of_rounds_and_of_clients() -> None:
         assert json.dumps(round_line(record_of(json.loads(line)))) == line
 
 
-# The folder
-
-
 def test_folders_without_a_name_never_collide(tmp_path: Path) -> None:
     paths = set()
     for _ in range(3):

@@ -97,9 +97,6 @@ def test_a_run_that_dies_before_any_of_its_files_is_written_goes_on(number: int,
     assert differences(whole("fedbn"), results(run(values, resume="latest"))) == []
 
 
-# Damage
-
-
 @listed("damage", ["flipped", "of another kind"])
 def test_a_damaged_checkpoint_costs_the_rounds_since_the_one_before_and_no_more(
     damage: str, whole: Whole, tmp_path: Path, log: pytest.LogCaptureFixture

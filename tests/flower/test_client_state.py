@@ -49,9 +49,6 @@ def same(a: ClientState, sections: dict[str, dict[str, Tensor]]) -> bool:
     )
 
 
-# In memory
-
-
 def test_memory_holds_the_newest_and_the_one_before() -> None:
     """A client that is asked again, since its reply was lost, starts from where it started."""
     record = RecordDict()
@@ -68,9 +65,6 @@ def test_memory_holds_the_newest_and_the_one_before() -> None:
     state.write(4, one(40))  # asked again
     assert [value(state.read(before)) for before in (5, 4)] == [(4, 40.0), (2, 2.0)]
     assert MemoryState(record, "another model or method").read(5) == NOTHING
-
-
-# In files
 
 
 def test_files_belong_to_one_client_of_one_run_alone(tmp_path: Path) -> None:

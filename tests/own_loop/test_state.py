@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD
 
 from fl_bn import convert, local_round, methods, server_state
 from fl_bn.objectives import Scaffold
@@ -46,6 +48,18 @@ def test_a_server_s_optimizer_goes_on_from_a_pickle_bit_for_bit(name: str) -> No
     want, found, forgotten = map(ends, (lambda saved: saved, pickled, forgetful))
     assert apart(found, want) == 0
     assert (apart(forgotten, want) > 0) is (name != "fedavg")  # control: FedAvg alone has no buffers
+
+
+def test_a_new_run_begins_without_the_control_variates_of_an_earlier_one() -> None:
+    def anew(saved: Any) -> Any:
+        return server_state(net(), FEDAVG, rounds=2, clients=2, objective=Scaffold()), saved[1]
+
+    def loop(round: Any, batches: Any) -> None:
+        round.backward(lambda: F.cross_entropy(round.model(batches[0]), batches[1]), batches[0])
+        SGD(round.model.parameters(), 0.1).step()
+
+    first, again = own_loop(net(), FEDAVG, [data(0, 6), data(1, 4)], 2, between=anew, objective=Scaffold(), loop=loop, samples=(6, 4))
+    assert apart([again], [first]) == 0
 
 
 def falling(round: int, rounds: int) -> float:

@@ -22,9 +22,6 @@ def no_damage(row: np.ndarray) -> float:
     raise AssertionError("this attack looks for no damage")
 
 
-# The formulas
-
-
 @listed("f", [1, 3])
 @listed(
     ("attack", "row"),
@@ -52,8 +49,6 @@ def test_the_textbooks_z() -> None:
     assert z_max(3, 2) == z_max(5, 4) == 0.0  # where the attackers are a majority
 
 
-# The worst strength
-
 FINE = np.geomspace(GRID[0], GRID[-1], 300)
 ROWS = np.random.default_rng(4).normal(0.3, 1.0, (7, 20))
 
@@ -66,9 +61,6 @@ def test_no_strength_of_a_fine_grid_does_more_damage(family: Callable[[float], A
     assert found.shape == (3, 20)
     assert (found == found[0]).all()
     assert damage(found[0]) >= max(damage(family(strength)(ROWS, 1)[0]) for strength in (*FINE, *-FINE)) * (1 - 1e-12)
-
-
-# Who attacks what
 
 
 def test_sign_flipping_leaves_the_variances() -> None:

@@ -93,9 +93,6 @@ def test_the_order_of_arrival_changes_no_bit_nor_does_a_client_that_is_missing(h
     assert not all(same(mean, by_arrival[0]) for mean in by_arrival)  # control: added as they come
 
 
-# The server's round
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_who_makes_the_result_overflow_is_named_and_left_out_of_the_next_round(dtype: torch.dtype) -> None:
     large = 0.9 * torch.finfo(dtype).max
@@ -126,9 +123,6 @@ def test_drift_names_the_layer_that_moved_most_or_diverged() -> None:
     assert drift == Drift(largest=3.0, layer="b", min_var=0.5, growth=2.0)
     assert Drift.between({}, {}) is None
     assert diverged.layer == "b"  # plain max() answers with layer a
-
-
-# The defence
 
 
 NAMES = (*RULES, "nnm+median", "nnm+trimmed-mean", "nnm+krum")
@@ -164,9 +158,6 @@ def test_without_a_word_there_is_no_defence() -> None:
     counts, values = torch.tensor([1.0, 3.0]), torch.tensor([[0.0], [4.0]], dtype=torch.float64)
     assert Defence().average(values, counts).item() == 3.0
     assert Defence(1).average(values, counts).item() == 2.0  # an active one weighs all alike
-
-
-# Statistics
 
 
 @listed("rule", NAMES)

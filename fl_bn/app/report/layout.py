@@ -213,13 +213,13 @@ def by_domain(cells: Sequence[Cell], each: bool = True) -> list[Cell]:
     stays as it is, as a copy of the mean.
     """
     split = []
+    # a domain that has a value in no run has no such metric, such as an AUC of one class
+    of = {name for cell in cells for row in cell.rows for name, value in (row.get("per-domain") or {}).items() if value is not None}
     for cell in cells:
         names = list(dict.fromkeys(name for row in cell.rows for name in row.get("per-domain") or ())) if each else []
         for name in names:
             own = tuple({**row, cell.metric: (row.get("per-domain") or {}).get(name), "per-domain": None} for row in cell.rows)
             split.append(replace(cell, axes={**cell.axes, DOMAIN: name}, rows=own))
-        # a domain that never has a value has no such metric, such as an AUC of one class
-        of = {name for row in cell.rows for name, value in (row.get("per-domain") or {}).items() if value is not None}
         means = tuple({**row, cell.metric: _mean(row["per-domain"], of)} if row.get("per-domain") else row for row in cell.rows)
         split.append(replace(cell, axes={**cell.axes, DOMAIN: AVERAGE} if each else cell.axes, rows=means))
     return split

@@ -94,5 +94,4 @@ def run(sweep: Sweep, chosen: Plan, output: Path, jobs: int, progress: Callable[
         if cell.finished() and ((told := cell.outcome()).get("status"), told.get("axes")) != ("finished", dict(cell.axes)):
             cell.write_outcome("finished", float(told.get("seconds", 0.0)))
     names = {cell.config.name for cell in chosen.todo} | {cell.config.name for cell in chosen.cells if cell.finished()}
-    errors = run_cells([cell for cell in chosen.cells if cell.config.name in names], jobs, progress)
-    return {**chosen.failed, **errors}
+    return {**chosen.failed, **run_cells([cell for cell in chosen.cells if cell.config.name in names], jobs, progress)}
