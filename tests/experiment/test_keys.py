@@ -173,9 +173,6 @@ def test_control_just_enough_is_enough(keys: dict[str, Any]) -> None:
     assert fits(keys)
 
 
-# What the keys make
-
-
 def test_keys_reach_the_rounds() -> None:
     rates = {"learning_rate": 0.05, "learning_rate_schedule": "step", "learning_rate_decay": 0.1}
     counts = {"min_replies": 0.25, "calibrate": 2, "evaluate_every": 7, "client_weights": "uniform", "min_cohort": 3, "checkpoint_every": 4}

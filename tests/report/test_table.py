@@ -151,6 +151,8 @@ def test_a_tidy_line_per_run_and_round(tmp_path: Path) -> None:
     ]  # fmt: skip
     (failed,) = {(line["status"], line["error"]) for line in lines if line["run"] == "BN-1_class-1"}
     assert failed == ("failed", "RunFailed: client 3 sent\nNaN")
+    (tmp_path / "runs/BN-1_class-1/summary.md").write_text("# Run\n")  # fl-bn resume has ended it since
+    assert [(cell.status, cell.error) for cell in read_cells(tmp_path) if cell.name == "BN-1_class-1"] == [("finished", "")]
 
 
 def test_runs_that_are_no_sweep_are_named_by_what_differs(tmp_path: Path) -> None:

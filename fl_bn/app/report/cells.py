@@ -215,11 +215,11 @@ def _read(file: Path) -> Cell:
     folder = file.parent
     try:
         entry = json.loads(file.read_text(encoding="utf-8"))
-        axes, config, status = entry["axes"], entry["config"], str(entry["status"])
+        axes, config, status = entry["axes"], entry["config"], "finished" if ended(folder / "summary.md") else str(entry["status"])
         rows, torn = read_rows(folder / LINES)
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Cell(folder.name, {}, {}, "unreadable", f"{file.name}: {type(error).__name__}: {error}")
-    why = str(entry.get("error") or "")
+    why = "" if status == "finished" else str(entry.get("error") or "")  # fl-bn resume, which ends a run, leaves its error there
     if status == "finished" and (torn or not rows):
         status, why = "damaged", f"{LINES} ends in an incomplete line, or has none"
     return Cell(folder.name, axes, config, status, why, tuple(rows))
