@@ -159,8 +159,7 @@ def _run(server: ServerFolder, run: Submitted, submitter: str, resumed: bool) ->
     seconds = sum(pace) / len(pace) if pace else None
     left = None if seconds is None or not rounds or run.status.startswith("finished") else max(0, rounds - last["round"]) * seconds
     names = [part for part in str(run.config.get("client-names", "")).split(",") if part]
-    nodes = [int(part) for part in str(run.config.get("client-nodes", "")).split(",") if part]
-    client_names = ClientNames(tuple(names), tuple(nodes))
+    client_names = ClientNames(tuple(names))
     unused_rows = [row for row in last.get("clients", ()) if row.get("refused")]
     columns = list(last)
     metric = columns[columns.index("loss") + 1] if "loss" in columns[:-1] else "accuracy"  # the metric of every task stands behind the loss

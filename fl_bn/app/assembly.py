@@ -259,7 +259,6 @@ def partitions(config: RunConfig) -> list[Tensor]:
 
 
 @lru_cache(maxsize=2)
-@as_config_error()
 def _validated(config: RunConfig) -> HeldOut:
     return hold_out(_whole_dataset(config), _honest_parts(config), config.validation_share, config.seed)
 

@@ -36,7 +36,8 @@ def note_domains(config: RunConfig, record: RoundRecord) -> None:
     """Add the metric of each domain to ``record``, the mean over the domain's clients.
 
     This needs clients that evaluated their own models on their own domains. NaN: the
-    domain's clients did not evaluate, such as one that diverged. Where
+    domain's clients did not evaluate, since they diverged or, with models of their
+    own, were not drawn to train yet. Where
     ``evaluate-clients`` draws them, domains that were not drawn are left out.
     """
     of, all_asked = task(config), not 0 < config.evaluate_clients < config.clients

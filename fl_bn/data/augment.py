@@ -45,9 +45,9 @@ def augmenter(name: str, rng: np.random.Generator) -> Augment | None:
         ValueError: the name is unknown.
     """
     check_name("augment", name, AUGMENTATIONS)
-    if name == "none":
-        return None
     change = AUGMENTATIONS[name]
+    if change is None:
+        return None
 
     def augment(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         if x.dtype != torch.uint8 or x.ndim != 4:
@@ -57,11 +57,6 @@ def augmenter(name: str, rng: np.random.Generator) -> Augment | None:
         return change(x, y, rng)
 
     return augment
-
-
-def none(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Return the batch unchanged, without a draw."""
-    return x, y
 
 
 def flip(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
@@ -139,8 +134,8 @@ def _sampled(x: Tensor, affine: np.ndarray[tuple[int, ...], np.dtype[np.float64]
     return read.round_().clamp_(0, 255).to(torch.uint8)
 
 
-AUGMENTATIONS: dict[str, Augmentation] = {
-    "none": none,
+AUGMENTATIONS: dict[str, Augmentation | None] = {
+    "none": None,
     "crop-flip": crop_flip,
     "crop-flip-2": partial(crop_flip, padding=FIXBN_PADDING),
     "flip": flip,

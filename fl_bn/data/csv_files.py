@@ -140,7 +140,7 @@ def read_rows(file: Path, columns: Columns) -> Rows:
         DataError: a cell, a line or the header is wrong, or there are no rows.
     """
     lines = list(read_lines(file, columns.delimiter))
-    header = _checked_header(file, *lines[0], columns)
+    header = checked_header(file, *lines[0], columns)
     rows: list[tuple[list[float], float, str]] = []
     counts = Counter[str]()
     for line, cells in lines[1:]:
@@ -226,7 +226,12 @@ def read_lines(file: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     expect(found, file, "", "a header with the names of the columns", "an empty file")
 
 
-def _checked_header(file: Path, line: int, header: list[str], columns: Columns) -> list[str]:
+def checked_header(file: Path, line: int, header: list[str], columns: Columns) -> list[str]:
+    """Return the header of a file.
+
+    Raises:
+        DataError: it lacks a column of ``columns``, or has one twice or unlisted.
+    """
     for name in columns.names:
         found = f"{short(', '.join(header))}{nearest(name, header)}"
         expect(name in header, file, place(line, name), f"this column of {FILE}, and cells between {columns.delimiter!r}", found)
@@ -238,7 +243,11 @@ def _checked_header(file: Path, line: int, header: list[str], columns: Columns) 
 
 
 def number(file: Path, line: int, column: str, cell: str, scale: Scale) -> float:
-    """Convert a cell to a scaled number; raise a ``DataError`` if it is none."""
+    """Convert a cell to a scaled number.
+
+    Raises:
+        DataError: it is none, or too large.
+    """
     value = (float(cell) - scale.mean) / scale.std if NUMBER.fullmatch(cell) else math.nan
     expect(abs(value) <= LARGEST, file, place(line, column), "a finite number, like -12.5 or 3e4", short(cell))
     return value

@@ -16,7 +16,7 @@ import numpy as np
 import tomli_w
 
 from fl_bn.data.columns import DELIMITERS, DROP, Columns, Scale, columns_of, is_missing
-from fl_bn.data.csv_files import NUMBER, csv_files, number, read_lines, read_rows, split
+from fl_bn.data.csv_files import NUMBER, checked_header, csv_files, number, read_lines, read_rows, split
 from fl_bn.data.record import expect
 from fl_bn.support.names import escaped, nearest, short
 
@@ -100,16 +100,17 @@ def _scales(files: Sequence[Path], columns: Columns) -> dict[str, dict[str, floa
     bare = replace(columns, numeric={}, categorical={}, ignore=(*columns.ignore, *columns.numeric, *columns.categorical))
     found = {name: list[float]() for name in (*columns.numeric, *(() if columns.classes else (columns.target,)))}
     for file in files:
-        (_, header), *lines = read_lines(file, columns.delimiter)
+        first, *lines = read_lines(file, columns.delimiter)
+        header = checked_header(file, *first, columns)
         trains = iter(~split(read_rows(file, bare), bare))  # of the rows that have a target
         for line, cells in lines:
             row = dict(zip(header, cells, strict=True))
-            if not is_missing(row[columns.target]) and next(trains):
-                for name in (name for name in found if not is_missing(row[name])):
-                    found[name].append(number(file, line, name, row[name], Scale()))
+            counts = not is_missing(row[columns.target]) and bool(next(trains))
+            for name in (name for name in found if not is_missing(row[name])):
+                found[name] += [number(file, line, name, row[name], Scale())] * counts
     scales = {}
     for name, values in found.items():
-        mean, std = float(np.mean(values or [0.0])), float(np.std(values or [0.0])) or 1.0
+        mean, std = float(np.mean(values or [0.0])), (float(np.std(values)) if len({*values}) > 1 else 0.0) or 1.0
         place = 1 - math.floor(math.log10(std))
         scales[name] = {"mean": round(mean, place), "std": round(std, place)}
     return scales

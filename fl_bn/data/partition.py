@@ -197,7 +197,7 @@ def _owners(domains: Labels, clients: int) -> list[tuple[range, Indices]]:
     return [(range(n, clients, len(present)), np.flatnonzero(domains == domain)) for n, domain in enumerate(present)]
 
 
-def natural(groups: Labels, clients: int, seed: int) -> list[Indices]:
+def natural(groups: Labels, clients: int) -> list[Indices]:
     """Give client ``i`` the ``i``-th group (writer, city, hospital), without any draw.
 
     Raises:
@@ -206,7 +206,6 @@ def natural(groups: Labels, clients: int, seed: int) -> list[Indices]:
     References: FixBN (Zhong, Chen, Chao), Cityscapes, city = client; Caldas et al.,
         "LEAF: a benchmark for federated settings", 2018, writer = client.
     """
-    _generator(len(groups), clients, seed)
     present = np.unique(groups)
     if clients != len(present):
         raise ValueError(f"partition 'natural' has a client per group: set clients={len(present)} in place of {clients}, or take 'domain'")
@@ -234,10 +233,6 @@ def partition(kind: str, labels: Labels, domains: Labels | None, clients: int, p
     if kind in PARAMETRISED and (labels.ndim != 1 or labels.dtype.kind == "f"):
         have = {1: "values", 2: "values" if labels.dtype.kind == "f" else "sets of labels"}.get(labels.ndim, f"masks {labels.shape[1:]}")
         raise ValueError(f"partition {kind!r} needs one label per sample, but these data have {have}: use natural, domain or iid")
-    return _divide(kind, labels, domains, clients, parameter, seed)
-
-
-def _divide(kind: str, labels: Labels, domains: Labels | None, clients: int, parameter: float, seed: int) -> list[Indices]:
     if kind == "iid":
         return iid(labels, clients, seed)
     if kind in BY_DOMAIN:
@@ -245,7 +240,7 @@ def _divide(kind: str, labels: Labels, domains: Labels | None, clients: int, par
             raise ValueError(f"partition {kind!r} needs data with domains, such as 'digits' or several npz or CSV files or folders")
         if kind == "domain-dirichlet":
             return by_domain_and_label(domains, labels, clients, parameter, seed)
-        return (by_domain if kind == "domain" else natural)(domains, clients, seed)
+        return by_domain(domains, clients, seed) if kind == "domain" else natural(domains, clients)
     if kind == "dirichlet":
         return dirichlet(labels, clients, parameter, seed)
     if kind == "similarity":

@@ -74,7 +74,8 @@ def hold_out(data: Dataset, parts: list[Indices], share: float, seed: int) -> He
     They are drawn at random for each client separately, so they do not depend on
     other clients. A client keeps at least ``LEAST``, or all if it has fewer. Samples
     of one group (``group_train``) stay together: groups are drawn, in place of
-    samples, and a client of two or more holds at least one out and keeps one.
+    samples, and a client of two or more holds at least one out and keeps one, if
+    ``LEAST`` samples remain.
 
     Raises:
         DataError: no client has a sample to hold out.
@@ -85,7 +86,7 @@ def hold_out(data: Dataset, parts: list[Indices], share: float, seed: int) -> He
     for client, part in enumerate(parts):
         rng, members = np.random.default_rng(np.random.SeedSequence([_STREAM, seed, client])), np.unique(groups[part])
         count = max(0, min(max(out, int(share * len(members) + 0.5)), len(members) - stay))
-        chosen = np.isin(groups[part], rng.permutation(members)[:count])
+        chosen = (drawn := np.isin(groups[part], rng.permutation(members)[:count])) & (np.sum(~drawn) >= LEAST)
         held.append(part[chosen])
         kept.append(part[~chosen])
     remaining, chosen = np.sort(np.concatenate(kept)), np.sort(np.concatenate(held))

@@ -82,8 +82,17 @@ def local_round(
     check_converted(model, method)
     if instruction.trains and kept.round >= instruction.round:
         # of the state of an earlier run, the client's own tensors stay, not its control variates and buffers
-        kept = replace(kept, round=0, sections={name: own for name, own in kept.sections.items() if name == "local"})
-    round = LocalRound(model, method, instruction, kept, settings, connect, in_own_loop=True)
+        own_tensors = {name: tensors for name, tensors in kept.sections.items() if name == "local"}
+        kept = replace(kept, round=0, sections=own_tensors)
+    round = LocalRound(
+        model,
+        method,
+        instruction,
+        kept,
+        settings,
+        connect,
+        in_own_loop=True,
+    )
     if not round.trains:
         yield round
         return

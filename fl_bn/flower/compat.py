@@ -20,6 +20,7 @@ from typing import Any
 
 LIBRARY = ">=1.25,<2"  # versions for everything but deployments; .ci/run runs the Flower tests on the oldest and on the newest of them
 DEPLOYED = "1.25"  # the version for deployments, whose programs fl-bn starts and repairs
+ADVICE = f"in this environment, pip install 'flwr=={DEPLOYED}.*'"
 NEWEST = "1.42"  # the newest version on which the tests ran
 # module of Flower -> its names that fl-bn needs; two modules with one name: it has moved
 PLACES = {
@@ -58,7 +59,7 @@ def find(name: str) -> Any:
                 raise  # Flower misses a package of its own
         except AttributeError:
             continue
-    raise ImportError(f"expected {name} in {' or '.join(modules)}, but Flower {version('flwr')} does not have it: {_advice(DEPLOYED)}")
+    raise ImportError(f"expected {name} in {' or '.join(modules)}, but Flower {version('flwr')} does not have it: {ADVICE}")
 
 
 def deployed() -> bool:
@@ -124,7 +125,7 @@ def copy_of(name: str) -> ModuleType:
     original = importlib.util.find_spec(name)
     spec = original and importlib.util.spec_from_file_location(f"{name}_of_fl_bn", original.origin)
     if spec is None or spec.loader is None:
-        raise ImportError(f"expected a module {name}, but Flower {version('flwr')} has none: {_advice(DEPLOYED)}")
+        raise ImportError(f"expected a module {name}, but Flower {version('flwr')} has none: {ADVICE}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -134,7 +135,7 @@ def deploys_by_grpc() -> bool:
     """Return whether deployments use Flower 1.25's programs (else 1.42's), or raise ``ValueError``."""
     installed = version("flwr")
     if not pinned() and not f"{installed}.".startswith(f"{NEWEST}."):
-        raise ValueError(f"deployments need Flower {DEPLOYED} or {NEWEST}, but flwr {installed} is installed: {_advice(DEPLOYED)}")
+        raise ValueError(f"deployments need Flower {DEPLOYED} or {NEWEST}, but flwr {installed} is installed: {ADVICE}")
     return pinned()
 
 
@@ -153,10 +154,6 @@ def federation_config(options: Mapping[str, object]) -> str:
 def pinned() -> bool:
     """Return whether the installed Flower is a version ``DEPLOYED`` (1.25.*)."""
     return f"{version('flwr')}.".startswith(f"{DEPLOYED}.")
-
-
-def _advice(wanted: str) -> str:
-    return f"in this environment, pip install 'flwr=={wanted}.*'"
 
 
 def prints(handler: logging.Handler) -> bool:

@@ -201,6 +201,11 @@ def test_a_draft_describes_the_files_and_looks_at_no_test_row(tmp_path: Path) ->
         aged = [re.sub(r",\d+", ",900", row, count=1) if test is same else row for row, test in zip(rows, chosen.tolist(), strict=True)]
         file.write_text("\n".join([HEADER, *aged]) + "\n")
         assert (draft(str(file), "outcome") == text) is same, spoilt
+    file.write_text("\n".join([HEADER, *(re.sub(r",\d+,", ",36.6,", row, count=1) for row in rows)]))
+    assert "[numeric.age]\nmean = 36.6\nstd = 1.0\n" in draft(str(file), "outcome")
+    other = site(tmp_path, "other", header=HEADER.replace("age", "old"))
+    with wrong_data(file, "line 1, column 'old'"):
+        draft(f"{file},{other}", "outcome")
 
 
 def test_the_commands(tmp_path: Path) -> None:

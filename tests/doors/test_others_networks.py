@@ -34,9 +34,6 @@ def federation(model: nn.Module | None = None, method: Any = None, clients: Any 
     return Federation(model or net(), method or methods.fedavg(), own, **({"optimizer": partial(SGD, lr=RATE), "workers": 1} | options))
 
 
-# Targets
-
-
 def test_a_client_weighs_its_samples_whatever_form_the_targets_have() -> None:
     clients = [[(x, {"a": y, "b": (y,)})] for x, y in (made(0, 4), made(1, 64))]
     formed = federation(clients=clients, loss=lambda output, y: F.cross_entropy(output, y["b"][0]))

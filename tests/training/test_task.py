@@ -268,9 +268,6 @@ def test_the_dice_loss_is_that_of_a_plain_implementation(volumes: bool, rng: np.
     assert float(both) == pytest.approx(plain_dice(output, y) + 0.5 * float(pixels.mean()), rel=1e-9)
 
 
-# Batches and networks
-
-
 def network(outputs: int = 1) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)

@@ -133,13 +133,14 @@ def read_cells(folder: Path, planned: Planned | None = None) -> list[Cell]:
         ConfigError: No run has ended.
     """
     cells = {file.parent.name: _read(file) for file in (folder / "runs").glob(f"*/{OUTCOME}")}
-    if not cells:
-        raise ConfigError(f"{folder} has no runs yet that have ended: expected {folder.name}/runs/CELL/{OUTCOME}")
     if planned is not None:
         for name in cells.keys() - planned.keys():
             cells[name] = Cell(name, {}, {}, "left out", "sweep.toml has it no more")
         for name in planned.keys() - cells.keys():
-            cells[name] = Cell(name, *planned[name], "unfinished", rows=tuple(read_rows(folder / "runs" / name / LINES)[0]))
+            run = folder / "runs" / name
+            cells[name] = Cell(name, *planned[name], _status(run), rows=tuple(read_rows(run / LINES)[0]))
+    if all(cell.status == "unfinished" for cell in cells.values()):
+        raise ConfigError(f"{folder} has no runs yet that have ended: expected {folder.name}/runs/CELL/{OUTCOME}")
     return sorted(cells.values(), key=lambda cell: _natural(cell.name))
 
 
@@ -162,8 +163,7 @@ def read_runs(folders: Sequence[Path]) -> list[Cell]:
         axes = {"method": name, SEED: int(config[SEED])}
         if any(cell.axes == axes for cell in cells):
             axes["method"] = str(run)
-        status = "finished" if ended(run / "summary.md") else "unfinished"
-        cells.append(Cell(str(run), axes, config, status, rows=tuple(read_rows(run / LINES)[0])))
+        cells.append(Cell(str(run), axes, config, _status(run), rows=tuple(read_rows(run / LINES)[0])))
     return cells
 
 
@@ -209,6 +209,10 @@ def title(metric: str, split: str = "") -> str:
     }
     unit = " (%)" if scale(metric) == 100 else " (sd)" if metric == "drift" else ""
     return known.get(metric, metric.replace("-", " ")) + unit
+
+
+def _status(run: Path) -> str:
+    return "finished" if ended(run / "summary.md") else "unfinished"
 
 
 def _read(file: Path) -> Cell:
