@@ -17,13 +17,13 @@ from typing import Any
 
 from flwr.app import Context, Error, Message
 
+from fl_bn.support.flower_config import OUR_APP
 from fl_bn_site import audit, leaving, wire
 from fl_bn_site.apps import PACKET, Job
 from fl_bn_site.packages import PackageError, Packages
 from fl_bn_site.policy import INSTALLED, NotAllowed, Policy, PolicyError
 from fl_bn_site.signing import Accepted, NotSigned
 
-OURS = "fl-bn/fl-bn"  # the id of fl-bn's own app
 UNLOADABLE, RAISED, DIED = 1, 2, 8  # Flower's error codes
 LONGEST = 7 * 86400.0  # seconds that an app may work on a message, whatever deadline the server sets
 ABSENT = 15.0  # seconds for which the gate looks for the program that runs the apps
@@ -249,6 +249,6 @@ def placed(context: Context, app: str) -> dict[str, Any]:
         app: The id of the app, PUBLISHER/NAME.
     """
     node, nodes = dict(context.node_config), str(context.run_config.get("client-nodes", "")).split(",")
-    if app != OURS and str(context.node_id) in nodes:
+    if app != OUR_APP and str(context.node_id) in nodes:
         node |= {"partition-id": nodes.index(str(context.node_id)), "num-partitions": len(nodes)}
     return node

@@ -133,7 +133,7 @@ def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say 
     """
     signed, package = read_signed(file)
     if not package.own:
-        RunConfig.from_mapping(_complete(server, signed))
+        _complete(server, signed)
     return _carry_out(server, signed, address, say, False, package, sites=sites)
 
 
