@@ -47,10 +47,10 @@ PROBLEMS = {
 ROWS = {
     "Scanners or cameras differ": {"five domains": "labels alike", "five domains, Dirichlet 0.1": "labels skewed, too"},
     "One or few classes per client": {"one class": "one", "two classes": "two"},
-    "Tiny batches, or one step per round": {"batch of 4": "batches of 4", "1 local step": "one step"},
+    "Tiny batches, one step per round, or twenty": {"batch of 4": "batches of 4", "1 local step": "one step", "20 local steps": "twenty"},
     "Few clients take part in a round": {"10 % take part": "a tenth"},
     "Otherwise": {
-        "IID": "clients alike", "Dirichlet 0.3": "labels a little skewed", "Dirichlet 0.1": "more skewed", "20 local steps": "20 steps",
+        "IID": "clients alike", "Dirichlet 0.3": "labels a little skewed", "Dirichlet 0.1": "more skewed",
     },
 }  # fmt: skip
 """The user's problem -> the regimes that it covers, each with a word for the table."""
@@ -122,15 +122,9 @@ def _advice(regime: Regime, folder: str) -> str:
 
 def _read(found: Sequence[Regime]) -> list[str]:
     """Return the sentences below the table: how many rounds, seeds, methods and rates were run."""
-    seeds: dict[int, list[str]] = {}
-    for regime in found:
-        seeds.setdefault(len(regime.accuracies[BASELINE]), []).append(regime.name)
-    most, *fewer = sorted(seeds, reverse=True)
-    older = "".join(f" ({n} in {len(seeds[n])} of the regimes)" for n in fewer)
-    methods = max(len(regime.methods) for regime in found)
     return [
-        f"Bundled digits, {COMMON['rounds']} rounds, {most} seeds{older}, {methods} methods, each at the best of its learning rates. "
-        f"As good: less than {MATTERS:g} points behind.",
+        f"Bundled digits, {COMMON['rounds']} rounds, {len(SEEDS)} seeds, {len(found[0].methods)} methods, each at the best of its learning "
+        f"rates. As good: less than {MATTERS:g} points behind.",
     ]
 
 
@@ -164,18 +158,16 @@ def table(found: Sequence[Regime], lines: Accuracies) -> str:
 
 
 def _shown(regime: Regime, method: str) -> str:
-    runs = list(regime.accuracies.get(method, {}).values())
-    if not runs:
-        return "-"
+    runs = list(regime.accuracies[method].values())
     above = f"; {regime.above(method):+.1f} ± {regime.margins[method]:.1f}" if method in regime.margins else ""
     return f"{np.mean(runs):.1f} ({np.std(runs, ddof=1):.1f}); {regime.rates[method]:g}{above}"
 
 
 def _pilot(regime: Regime, lines: Accuracies) -> str:
-    """Return how far the methods that pilots choose are behind the best one in points, the mean over pilots; a dash without pilots."""
+    """Return how far the methods that pilots choose are behind the best one in points, the mean over pilots."""
     by_method = {method: accuracies(lines, PILOT, regime.name, method) for method in regime.methods}
     chosen = [max(by_method, key=lambda name: by_method[name].get((seed, own_map.PILOT_RATE), -1.0)) for seed in RATE_SEEDS]
-    return f"{fmean(regime.above(regime.methods[0], name) for name in chosen):.1f}" if any(by_method.values()) else "-"
+    return f"{fmean(regime.above(regime.methods[0], name) for name in chosen):.1f}"
 
 
 def draw(found: Sequence[Regime], path: Path) -> None:
