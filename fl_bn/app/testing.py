@@ -37,8 +37,8 @@ def note_domains(config: RunConfig, record: RoundRecord) -> None:
 
     This needs clients that evaluated their own models on their own domains. NaN: the
     domain's clients did not evaluate, since they diverged or, with models of their
-    own, were not drawn to train yet. Where
-    ``evaluate-clients`` draws them, domains that were not drawn are left out.
+    own, were not drawn to train yet. Where ``evaluate-clients`` draws them, domains
+    that were not drawn are left out.
     """
     of, all_asked = task(config), not 0 < config.evaluate_clients < config.clients
     own = config.dataset != SITES and config.partition in BY_DOMAIN and config.test_on == "own"

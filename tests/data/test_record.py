@@ -103,6 +103,8 @@ def test_every_client_gives_a_share_and_trains_on_the_rest() -> None:
     assert (len(trained), len(held), trained & held) == (17, 4, set())  # pairs stay together
     few = hold_out(replace(data, group_train=torch.arange(42) // 21), [np.arange(21), np.arange(20, 42)], 0.2, 0)
     assert ([len(part) for part in few.parts], len(few.data.y_test)) == ([21, 21], 1)  # one of two groups, and not a client's only one
+    alone = hold_out(replace(data, group_train=torch.arange(42)), [np.arange(2), np.arange(2, 42)], 0.2, 0)
+    assert [len(part) for part in alone.parts] == [2, 32]  # a row alone has no variance
     with wrong_data("made-up", "validation-share=0.9"):
         hold_out(data, [np.arange(2), np.arange(2, 4)], 0.9, 0)
 
