@@ -3,9 +3,9 @@
 Flower's SuperExec asks for work every second; here it asks ten times a second. Flower's SuperNode asks the server for
 messages every 3 s. Here it asks after a fifth of the time that it has had no message, so the sites that a round waited for
 hear of the next one at once, and the others do not ask often. It looks for the answer of its app every 0.1 s, not every
-0.5 s. For a tensor that has not arrived, it and its app wait 1 s, then 2 s, 4 s and so on; the app always has to wait,
-since it is started before the tensors are here. Here the first of these waits are a tenth of that. No name of Flower is
-used but those of its programs.
+0.5 s. For a tensor that has not arrived, it and its app wait 1 s, then 2 s, 4 s, 8 s, and 10 s from then on; the app always
+has to wait, since it is started before the tensors are here. Here no wait is longer than a fifth of the time since the
+first one began. No name of Flower is used but those of its programs.
 
 Flower 1.25 waits for ever for the answer to a message that it could not receive completely. Where a run ends while its
 message arrives, all later answers are sent one message too late. Here the SuperNode ends in both cases. Whoever keeps the
@@ -31,8 +31,8 @@ SUPERNODE, SUPEREXEC = "flower-supernode", "flower-superexec"
 GRACE = 8.0  # seconds that the programs have to end
 ASKING = 3.0  # seconds that Flower sleeps between two questions to the server; it sleeps less only while its app works
 SHORTEST = 0.1  # seconds between two looks for the answer of the app, or for work; the shortest pause between two questions
-SHARE = 0.2  # of the time without a message that passes until the next question
-BACKOFF, PART = 5.0, 0.1  # shorter waits for a tensor take this part of the time
+SHARE = 0.2  # of the time without a message, or without a tensor, that passes until the next question
+BACKOFF = 12.0  # seconds of the longest wait for a tensor: 10 s and a fifth; the waits between heartbeats are longer
 LOST = "Failed to receive message"  # how Flower's log begins to tell it
 OVER = "Run ID %s is not in `RUNNING` status. Ignoring message"
 
@@ -48,7 +48,9 @@ def pause_less() -> None:
         sleep(min(seconds, max(SHORTEST, SHARE * (time.monotonic() - worked))))
 
     def shorter_wait(event: threading.Event, timeout: float | None = None) -> bool:
-        return wait(event, PART * timeout if timeout and timeout < BACKOFF else timeout)
+        began = vars(event).setdefault("began", time.monotonic())  # the tensors of a message have an event of their own
+        most = max(SHORTEST, SHARE * (time.monotonic() - began))
+        return wait(event, min(timeout, most) if timeout and timeout <= BACKOFF else timeout)
 
     time.sleep = shorter_sleep
     threading.Event.wait = shorter_wait  # type: ignore[method-assign, assignment]

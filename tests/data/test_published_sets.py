@@ -175,8 +175,6 @@ def test_pooled_domains_are_divided_anew_four_to_one(five: Path) -> None:
     assert torch.equal(whole[0], whole[1])
 
 
-# Connectomes
-
 REGIONS = 5
 
 
@@ -214,9 +212,6 @@ def test_two_scans_of_one_person_are_on_one_side(known: bool, tmp_path: Path) ->
     assert (len(data.x_train), len(data.x_test)) == (16 * 2 * 4, 4 * 2 * 4)
     nearest = float(torch.cdist(data.x_test, data.x_train).min())
     assert nearest > 0.02 if known else nearest < 0.002
-
-
-# Cityscapes
 
 
 def test_cityscapes(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from fl_bn_site import wire
 from fl_bn_site.answer import LATE, Answer, Site
 from fl_bn_site.gate import SECRET, write_command
 from fl_bn_site.packages import PackageError, Packages, files_of
-from fl_bn_site.programs import listens
+from fl_bn_site.programs import listens, pause_less
 from tests.deployment.federation import wait_until
 from tests.deployment.inner import Package, check, hand_out, lines_in
 from tests.deployment.test_signing import ALICE, MINE, package_of
@@ -399,3 +399,18 @@ def test_flower_finds_no_other_program_and_no_other_site_s_port(tmp_path: Path, 
     found = [shutil.which(name) for name in ("flwr-clientapp", "flwr-serverapp", "flower-superexec", "python")]
     assert found == [str(tmp_path / "home/bin/flwr-clientapp"), None, None, None]
     assert os.stat(tmp_path / "home" / SECRET).st_mode & 0o777 == 0o600
+
+
+def test_waits_for_a_tensor_grow_with_the_time_since_the_first_one_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = list[float]()
+    monkeypatch.setattr(time, "monotonic", lambda: sum(waited))
+    monkeypatch.setattr(time, "sleep", time.sleep)  # to be as before after this test
+    monkeypatch.setattr(threading.Event, "wait", lambda event, timeout: waited.append(timeout))
+    pause_less()
+    event, flowers = threading.Event(), [1.0, 2.0, 4.0, 8.0, *[10.0] * 28, 24.0]
+    for pause in flowers:
+        event.wait(pause)
+    expected = [min(pause, max(0.1, 0.2 * sum(waited[:i]))) for i, pause in enumerate(flowers[:-1])]
+    assert waited == pytest.approx([*expected, 24.0])
+    assert waited[0] == 0.1
+    assert waited[-2] == 10.0

@@ -85,9 +85,6 @@ def test_what_would_not_follow_the_new_layer_is_refused_and_hooks_do() -> None:
     assert not convert(model, methods.gn(groups=2))[1](torch.randn(8, 16)).any()
 
 
-# The unit scale
-
-
 def hooked() -> nn.Module:
     model = net()
     model[0].register_forward_hook(lambda layer, x, y: y + 1.0)

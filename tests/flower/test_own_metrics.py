@@ -77,8 +77,6 @@ def test_functions_of_one_s_own_combine_the_metrics_that_count() -> None:
     assert all(name == "metrics" for records, _ in seen for record in records for name in record)  # nothing of fl-bn's
 
 
-# evaluate_fn
-
 Seen = dict[int, dict[str, torch.Tensor]]
 
 

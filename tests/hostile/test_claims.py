@@ -80,9 +80,6 @@ def test_nobody_may_claim_more_steps_than_its_samples_make(secure: SecureAggrega
         assert bool(ran.records[0].clients[LIAR].refused) == bool(refused)
 
 
-# under a defence
-
-
 def test_under_a_defence_no_count_has_weight_and_the_rule_decides_about_large_weights() -> None:
     lies = {"counts": ("fbn", alters("moments", counted(HUGE))), "none": ("fbn", nothing)}
     lies["huge"] = ("fedavg", alters("weights", everything(1e6)))
@@ -90,9 +87,6 @@ def test_under_a_defence_no_count_has_weight_and_the_rule_decides_about_large_we
     assert [len(record.accepted) for lie in lies for record in ran[lie].records] == [5] * 6
     assert identical(ran["counts"].trajectory[2], ran["none"].trajectory[2])
     assert largest(ran["huge"]) < 100
-
-
-# the exchange of FedTAN
 
 
 def exchanged(spoil: Spoil, policy: str) -> Run:

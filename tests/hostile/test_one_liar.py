@@ -111,8 +111,6 @@ def test_under_a_defence_no_client_s_evaluation_weighs_more_than_another() -> No
     assert metrics(2**53) != metrics(8)  # control
 
 
-# secure aggregation
-
 SET_UP, COLLECT, COUNTS = "train setup", "train collect_masked_vectors", "fitres.metrics"
 SECURE: dict[str, tuple[Spoil, str]] = {
     "setup without pk1": (sets(SET_UP, "secaggplus_configs", pk1=None), "secaggplus_configs/pk1: "),

@@ -146,9 +146,6 @@ def test_control_steps_that_count(loop: Step, method: Method) -> None:
     assert trained(method, loop).steps == 1
 
 
-# FedTAN's first step
-
-
 def accumulated(round: Any, x: Tensor, y: Tensor) -> None:
     for part in (slice(0, 4), slice(4, 8)):
         F.cross_entropy(round.model.forward(x[part]), y[part]).backward()  # no hook of the model sees this call
