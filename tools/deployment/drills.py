@@ -222,7 +222,7 @@ def _episodes(case: Case, drill: str, method: str, reason: str, trouble: Callabl
     Each time, ``trouble`` lasts until the server refuses a client for ``reason``. If ``reason`` is empty, it lasts until
     ``fl-bn submit`` prints that there is no checkpoint.
     """
-    values = {"rounds": 2 * case.times + 4, "evaluate-every": 1000, "round-timeout": 75.0 if method == "fedavg" else 120.0}
+    values = {"rounds": 4 * case.times + 4, "evaluate-every": 1000, "round-timeout": 75.0 if method == "fedavg" else 120.0}
     config = case.config(method, dataset="tools.deployment.moody:load", **values)
     folder = case.federation.result(config["name"])
 
@@ -233,7 +233,7 @@ def _episodes(case: Case, drill: str, method: str, reason: str, trouble: Callabl
 
     with running(case, config) as run:
         for _ in range(case.times):
-            time.sleep(case.rng.uniform(0.0, 5.0))
+            time.sleep(case.rng.uniform(0.0, 2.0))  # at most two rounds, so there are rounds left after the last time
             before = seen()
             with trouble():
                 wait_until("it shows", lambda before=before: seen() > before or run.process.poll() is not None, 400)
