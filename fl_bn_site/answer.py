@@ -20,9 +20,9 @@ from flwr.app import Context, Error, Message
 from fl_bn.support.flower_config import OUR_APP
 from fl_bn_site import audit, leaving, wire
 from fl_bn_site.apps import PACKET, Job
-from fl_bn_site.packages import PackageError, Packages
+from fl_bn_site.packages import PackageError, unpack
 from fl_bn_site.policy import INSTALLED, NotAllowed, Policy, PolicyError
-from fl_bn_site.signing import Accepted, NotSigned
+from fl_bn_site.signing import NotSigned, admit
 
 UNLOADABLE, RAISED, DIED = 1, 2, 8  # Flower's error codes
 LONGEST = 7 * 86400.0  # seconds that an app may work on a message, whatever deadline the server sets
@@ -140,7 +140,7 @@ class Answer:
             policy.check_run(context.run_config)
             if signature := policy.check_package(self.package, context.run_config):
                 about["submitter"] = signature.submitter.name
-                if Accepted(self.site.home / "accepted").admit(context.run_id, signature, about["code"]):
+                if admit(self.site.home / "accepted", context.run_id, signature, about["code"]):
                     print(f"run {context.run_id} is admitted: signed by {signature.submitter}, code {about['code']}", file=sys.stderr)
         except PolicyError as error:
             raise NotAllowed(str(error)) from error
@@ -171,7 +171,7 @@ class Answer:
             AuditError: The audit log cannot be written.
         """
         told = hashlib.sha256(repr(policy).encode()).hexdigest()
-        folder = "" if policy.allow_code == INSTALLED else str(Packages(self.site.packages).unpack(self.package, told))
+        folder = "" if policy.allow_code == INSTALLED else str(unpack(self.site.packages, self.package, told))
         with connect(self.site.apps, Job(code if folder else "", folder, told, policy.memory())) as (control, data):
             seconds = min(LONGEST, message.metadata.ttl)
             end = time.monotonic() + seconds

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from fl_bn.app.checks import machine
 from fl_bn.app.checks.run import run, site_experiment
-from fl_bn.support.durable import hold
 from fl_bn.support.finding import Finding, guard, guard_each, reason
 from fl_bn_site import checks
 from fl_bn_site.commands import node_config, of_1_25
-from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port, read_folder
+from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port, in_use, read_folder
 from fl_bn_site.supervisor import LOCK
 from fl_bn_site.verify import verify
 
@@ -52,7 +51,7 @@ def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
     if site.audit is not None:  # else it is in the folder of the gate
         yield guard("audit", lambda: machine.storage("audit", site.audit_log))
     yield guard("policy", lambda: _policy(site.policy))
-    running = any(_running(folder) for folder in (site.path, site.node_dir))
+    running = any(in_use(folder / LOCK) for folder in (site.path, site.node_dir))
     yield guard("clientappio", lambda: checks.port_free("clientappio", site.clientappio, "clientappio in site.toml", running=running))
     yield guard("proxy", lambda: checks.proxy(host))
     yield from guard_each("superlink", lambda: checks.connection(host, port, site.root_certificates))
@@ -81,7 +80,7 @@ def _server(server: ServerFolder, overrides: str) -> Iterator[Finding]:
     yield from guard_each("kit", lambda: verify(server.path))
     yield guard("state", lambda: machine.storage("state", server.state))
     yield guard("results", lambda: machine.storage("results", server.results))
-    running = _running(server.path)
+    running = in_use(server.path / LOCK)
     addresses = {"fleet": server.fleet, "exchange-port": f"0.0.0.0:{server.exchange_port}"}
     if of_1_25():  # later, sites reach the fleet and users the control at one port
         addresses |= {"control": server.control, "serverappio": server.serverappio}
@@ -100,13 +99,3 @@ def _server_run(server: ServerFolder, overrides: str) -> Iterator[Finding]:
         what = f"the run config has clients={values['clients']}, but server.toml names {len(server.sites)} sites: they would refuse the run"
         yield Finding("fail", "clients", what, "leave clients out of --run-config")
     yield from run(values)
-
-
-def _running(folder: Path) -> bool:
-    """Return whether ``fl-bn start`` runs for a folder."""
-    try:
-        with (folder / LOCK).open() as lock:
-            hold(lock, shared=True)
-    except OSError as error:  # no such file: nothing runs
-        return isinstance(error, BlockingIOError)
-    return False

@@ -17,6 +17,7 @@ from typing import Any, Self, get_type_hints
 import tomli_w
 
 from fl_bn.support.client_names import SITE
+from fl_bn.support.durable import hold
 from fl_bn.support.names import unknown
 
 EXCHANGE_PORTS = 4  # the default number of ports for the layer-wise exchange, which firewalls must let through
@@ -310,6 +311,16 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def in_use(lock: Path) -> bool:
+    """Return whether another process has locked the file at ``lock``, which need not exist."""
+    try:
+        with lock.open() as file:
+            hold(file, shared=True)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
 
 
 def read_folder(path: Path | str) -> ServerFolder | SiteFolder:

@@ -67,12 +67,13 @@ def about(message: Any, run_config: Mapping[str, Any], code: str) -> dict[str, A
         run_config: The run config.
         code: The SHA-256 of the app that the run brings, in hexadecimal digits.
     """
-    asks, header, config = message.metadata, {}, {}
+    asks, header, config, flowers = message.metadata, {}, {}, {}
     if message.has_content():
         records = message.content.config_records
-        header, config = dict(records.get(HEADER, {})), dict(records.get(f"{OURS}config", {}))
+        header, config, flowers = (dict(records.get(record, {})) for record in (HEADER, f"{OURS}config", "config"))
     name = run_config.get("name") or str(config.get("run", "")).rpartition("/")[0] or None  # a strategy of a user's own app knows no name
-    round = header.get("round", int(asks.group_id[:20]) if asks.group_id.isdecimal() else None)
+    group = int(asks.group_id[:20]) if asks.group_id.isdecimal() else None
+    round = header.get("round", flowers.get("server-round", group))  # Flower's own strategies give the second one
     method = header.get("method") or run_config.get("method")
     return {
         "run": str(asks.run_id),

@@ -55,54 +55,46 @@ def _inside(name: str) -> str:
     return str(path)
 
 
-class Packages:
-    """Keep the unpacked packages of a site.
+def unpack(folder: Path, package: bytes, policy: str) -> Path:
+    """Return a folder with the files of ``package`` and nothing else, all read-only.
+
+    A folder from an earlier message is used again if every file in it is the same. Packages that came under another
+    policy are removed, so those of a submitter who is no longer trusted stay until the next message that is let in.
 
     Args:
-        folder: The folder of the packages. The gate alone may write there, where the site has two users.
+        folder: The folder of the site's unpacked packages. The gate alone may write there, where the site has two users.
+        package: The package, which the caller has verified.
+        policy: A text that changes with the site's policy.
+
+    Raises:
+        PackageError: The package cannot be unpacked.
+        OSError: The folder cannot be written.
     """
+    files = files_of(package)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    place = folder / hashlib.sha256(package).hexdigest()
+    _forget(folder, place.name, policy)
+    if not _holds(place, files):
+        _remove(place)
+        fresh = folder / f".{secrets.token_hex(8)}"
+        _write(fresh, files)
+        fresh.rename(place)
+    os.utime(place)
+    return place
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
 
-    def unpack(self, package: bytes, policy: str) -> Path:
-        """Return a folder with the files of ``package`` and nothing else, all read-only.
-
-        A folder from an earlier message is used again if every file in it is the same. Packages that came under another
-        policy are removed, so those of a submitter who is no longer trusted stay until the next message that is let in.
-
-        Args:
-            package: The package, which the caller has verified.
-            policy: A text that changes with the site's policy.
-
-        Raises:
-            PackageError: The package cannot be unpacked.
-            OSError: The folder cannot be written.
-        """
-        files = files_of(package)
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        place = self.folder / hashlib.sha256(package).hexdigest()
-        self._forget(place.name, policy)
-        if not _holds(place, files):
-            _remove(place)
-            fresh = self.folder / f".{secrets.token_hex(8)}"
-            _write(fresh, files)
-            fresh.rename(place)
-        os.utime(place)
-        return place
-
-    def _forget(self, wanted: str, policy: str) -> None:
-        """Remove the packages of another policy, and all but the newest ones."""
-        note = self.folder / "policy"
-        others = [path for path in self.folder.iterdir() if path.name not in (wanted, note.name)]
-        others.sort(key=lambda path: path.lstat().st_mtime)
-        if not note.exists() or note.read_text(encoding="utf-8") != policy:
-            note.write_text(policy, encoding="utf-8")
-            kept = 0
-        else:
-            kept = KEPT - 1
-        for path in others[: max(0, len(others) - kept)]:
-            _remove(path)
+def _forget(folder: Path, wanted: str, policy: str) -> None:
+    """Remove the packages of another policy, and all but the newest ones."""
+    note = folder / "policy"
+    others = [path for path in folder.iterdir() if path.name not in (wanted, note.name)]
+    others.sort(key=lambda path: path.lstat().st_mtime)
+    if not note.exists() or note.read_text(encoding="utf-8") != policy:
+        note.write_text(policy, encoding="utf-8")
+        kept = 0
+    else:
+        kept = KEPT - 1
+    for path in others[: max(0, len(others) - kept)]:
+        _remove(path)
 
 
 def _holds(place: Path, files: dict[str, bytes]) -> bool:

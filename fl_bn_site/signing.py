@@ -149,7 +149,7 @@ def signer_of(config: Mapping[str, Any], submitters: Iterable[Submitter]) -> str
 def check(code: str, config: Mapping[str, Any], trusted: Iterable[Submitter], now: float | None = None) -> Signature:
     """Check whether a trusted submitter has signed a run.
 
-    ``Accepted.admit`` checks whether the same signature came with another run before.
+    ``admit`` checks whether the same signature came with another run before.
 
     Args:
         code: The SHA-256 of the package, in hexadecimal digits, as the caller has computed it.
@@ -183,56 +183,47 @@ def check(code: str, config: Mapping[str, Any], trusted: Iterable[Submitter], no
     return Signature(submitter, at, nonce)
 
 
-class Accepted:
-    """Record on the disk which run came with which signature, so that no signature is used for two runs.
+def admit(folder: Path, run: int, signature: Signature, code: str) -> bool:
+    """Admit a run, unless its signature came with another run before. Return whether the run is new here.
 
     Each signed run has a small file, named after the nonce of its signature. The file is on the disk before the run goes on.
 
     Args:
         folder: The folder of the files, which is made when the first run comes.
+        run: Flower's id of the run.
+        signature: The checked signature of the run.
+        code: The SHA-256 of the package.
+
+    Raises:
+        NotSigned: The signature came with another run before.
+        OSError: The file cannot be written. The run must not go on then.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def admit(self, run: int, signature: Signature, code: str) -> bool:
-        """Admit a run, unless its signature came with another run before. Return whether the run is new here.
-
-        Args:
-            run: Flower's id of the run.
-            signature: The checked signature of the run.
-            code: The SHA-256 of the package.
-
-        Raises:
-            NotSigned: The signature came with another run before.
-            OSError: The file cannot be written. The run must not go on then.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path = self.folder / f"{signature.nonce}.json"
-        who = signature.submitter
-        note = {"run": run, "submitter": who.name, "key": fingerprint(who.key), "code": code, "at": signature.at}
-        if new := not path.exists():
-            made = self.folder / f".{signature.nonce}.{secrets.token_hex(4)}"
-            with made.open("w", encoding="utf-8") as file:
-                file.write(json.dumps(note) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            try:
-                os.link(made, path)  # fails where the file exists, in contrast to a rename
-            except FileExistsError:
-                pass
-            finally:
-                made.unlink()
-            sync(self.folder)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = folder / f"{signature.nonce}.json"
+    who = signature.submitter
+    note = {"run": run, "submitter": who.name, "key": fingerprint(who.key), "code": code, "at": signature.at}
+    if new := not path.exists():
+        made = folder / f".{signature.nonce}.{secrets.token_hex(4)}"
+        with made.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(note) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         try:
-            before = json.loads(path.read_text(encoding="utf-8"))["run"]
-        except (ValueError, KeyError, TypeError):
-            before = f"(unknown, since the file {path} is damaged)"
-        if before != run:
-            raise NotSigned(
-                f"the run's signature was used for run {before} already, and a signature is for one run: sign and submit this run again"
-            )
-        return new
+            os.link(made, path)  # fails where the file exists, in contrast to a rename
+        except FileExistsError:
+            pass
+        finally:
+            made.unlink()
+        sync(folder)
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))["run"]
+    except (ValueError, KeyError, TypeError):
+        before = f"(unknown, since the file {path} is damaged)"
+    if before != run:
+        raise NotSigned(
+            f"the run's signature was used for run {before} already, and a signature is for one run: sign and submit this run again"
+        )
+    return new
 
 
 def _is_of(key: bytes, signature: bytes, signed: bytes) -> bool:

@@ -10,12 +10,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fl_bn.app.checkpoints import CONFIG, FOLDER, config_to_resume
+from fl_bn.app.checkpoints import CONFIG, FOLDER, LOCK, config_to_resume
 from fl_bn.app.config import ConfigError, RunConfig
 from fl_bn.app.overrides import parse_overrides
 from fl_bn.support.flower_config import PROGRESS, Scalar, flower_config
 from fl_bn_site.control import SILENCE, Control, ControlError, control_of
-from fl_bn_site.folders import FolderError, ServerFolder
+from fl_bn_site.folders import FolderError, ServerFolder, in_use
 from fl_bn_site.launch import complete_config, launch
 from fl_bn_site.membership import check_expiry
 from fl_bn_site.own_config import own_config
@@ -261,7 +261,8 @@ def _carry_out(
     if warning := check_expiry(server):
         say(warning)
     with control_of(server, address) as control:
-        _wait_for_the_end(control, str(given.get("resume") or ""), say)
+        if run := given.get("resume"):
+            wait_for_the_end(control, server.results / str(run), say)
         name, run, sites = launch(server, {**given, **_of(server, sites)}, control, package, rename, say)
         say(f"run {run} is submitted to {control.address} as {name}{f', for sites {sites}' if sites else ''}")
         if package.own:
@@ -281,19 +282,23 @@ def _carry_out(
 
 def _of(server: ServerFolder, sites: str) -> dict[str, Scalar]:
     """Return the run-config keys of a run in which only ``sites`` take part: names, separated by commas; empty: all sites."""
-    names = [name for name in map(str.strip, sites.split(",")) if name]
+    names = [name.strip() for name in sites.split(",")] if sites else []
     if wrong := [name for name in names if name not in server.sites or names.count(name) > 1]:
         file = server.path / server.file
-        raise FolderError(f"--sites: {file} has no site {wrong[0]}, or it is given twice: expected, each once, {', '.join(server.sites)}")
+        raise FolderError(f"--sites: {file} has no site {wrong[0]!r}, or it is given twice: expected, each once, {', '.join(server.sites)}")
     return {"clients": len(names), "client-names": ",".join(names)} if names else {}
 
 
-def _wait_for_the_end(control: Control, name: str, say: Say) -> None:
-    """Wait until the run ``name`` is over, so that it can be resumed. Flower takes a minute or two to notice that its server died."""
+def wait_for_the_end(control: Control, folder: Path, say: Say) -> None:
+    """Wait until the run in ``folder`` is over, so that it can be resumed.
+
+    Flower takes a minute or two to notice that its server died. It may have ended a run whose ServerApp still looks for the
+    SuperLink, and still has the folder.
+    """
     said = False
-    while name and any(run.name == name and not run.status.startswith("finished") for run in control.runs()):
+    while in_use(folder / LOCK) or any(run.name == folder.name and not run.status.startswith("finished") for run in control.runs()):
         if not said:
-            say(f"{name} waits, since Flower does not count it as ended yet")
+            say(f"{folder.name} waits, since Flower or its ServerApp has not ended it yet")
         said = True
         time.sleep(LOOK)
 

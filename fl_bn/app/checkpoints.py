@@ -17,7 +17,7 @@ from fl_bn.flower.recovery import Checkpoint
 from fl_bn.support import durable
 from fl_bn.support.extras import ABSENT, version_of
 
-FOLDER = "checkpoints"
+FOLDER, LOCK = "checkpoints", ".lock"
 AT_ONCE = 2  # how many checkpoints are kept: the last, and the one before it in case the last is damaged
 FREE = {  # run-config keys that may differ from those of the resumed run, since they change only the last digits of numbers
     "name", "output", "resume", "run-signature", "checkpoint-every", "pictures", "callbacks", "early-stop", "keep-best", "device",

@@ -18,7 +18,7 @@ import tomli_w
 import torch
 
 from fl_bn.app.assembly import task
-from fl_bn.app.checkpoints import CONFIG, FOLDER, Checkpoints, run_to_resume
+from fl_bn.app.checkpoints import CONFIG, FOLDER, LOCK, Checkpoints, run_to_resume
 from fl_bn.app.config import ConfigError, RunConfig
 from fl_bn.app.console import LogFile
 from fl_bn.app.disclosure_report import FILE as DISCLOSURE
@@ -39,7 +39,7 @@ from fl_bn.support import durable, extras
 from fl_bn.support.commit import commit
 from fl_bn.support.flower_config import SERVER
 
-LOCK, LOG, RELEASES = ".lock", "run.log", "privacy.jsonl"
+LOG, RELEASES = "run.log", "privacy.jsonl"
 PACKAGES = ("fl-bn", "flwr", "ray", "torch", "torchvision", "numpy", "grpcio", "safetensors", "scikit-learn")
 
 

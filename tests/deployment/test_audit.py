@@ -168,9 +168,6 @@ def test_several_processes_write_one_chain(tmp_path: Path) -> None:
     assert {said.count(str(number)) for number in range(4)} == {25}
 
 
-# What is typed at a site
-
-
 def typed(*words: str, columns: int = 80) -> tuple[int, str]:
     done = CliRunner(env={"COLUMNS": str(columns), "NO_COLOR": "1"}).invoke(app, [*words])
     return done.exit_code, done.output

@@ -162,9 +162,6 @@ def test_lines_json_and_exit_code(tmp_path: Path) -> None:
     assert {tuple(entry) for entry in found} == {("status", "check", "text", "do")}
 
 
-# The checks one by one
-
-
 def test_a_folder_to_be_made_is_tried_at_its_parent_and_what_cannot_be_written_fails(tmp_path: Path) -> None:
     (file := tmp_path / "file").touch()
     assert machine.storage("state", tmp_path / "state" / "deep").status == "ok"

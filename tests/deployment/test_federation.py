@@ -254,9 +254,6 @@ def test_a_run_that_was_signed_elsewhere_is_watched_and_ended_and_not_changed(fe
     assert "is for another package or run config" in ended(federation.submit("", "--signed", str(file)), 1)
 
 
-# Strangers
-
-
 @contextmanager
 def supernode(federation: Federation, folder: Path, port: int, *options: str, isolation: str = "process") -> Iterator[Callable[[], bool]]:
     """Run Flower's SuperNode as a stranger could. Yield a function that tells whether the server has let it in."""
@@ -322,9 +319,6 @@ def test_ports_of_the_server_s_own_machine_are_closed_to_others_and_none_speaks_
             plain.settimeout(10)
             with suppress(ConnectionError):
                 assert plain.recv(9)[:3] in (b"", b"\x15\x03\x01", b"\x15\x03\x03"), "nothing, or an alert of TLS"
-
-
-# What dies
 
 
 def test_a_run_goes_on_after_the_server_s_death(federation: Federation, tmp_path: Path) -> None:

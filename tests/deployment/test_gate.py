@@ -21,7 +21,7 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 from fl_bn_site import wire
 from fl_bn_site.answer import LATE, Answer, Site
 from fl_bn_site.gate import SECRET, write_command
-from fl_bn_site.packages import PackageError, Packages, files_of
+from fl_bn_site.packages import PackageError, files_of, unpack
 from fl_bn_site.programs import listens, pause_less
 from tests.deployment.federation import wait_until
 from tests.deployment.inner import Package, check, hand_out, lines_in
@@ -358,7 +358,7 @@ def test_a_planted_line_does_not_run(gate: Gate) -> None:
 @listed("there", ["a folder", "a link to a folder", "a file", "a link to a file"])
 def test_what_was_there_before_is_replaced(there: str, tmp_path: Path) -> None:
     content = package()
-    evil = Packages(tmp_path / "elsewhere").unpack(content, "")
+    evil = unpack(tmp_path / "elsewhere", content, "")
     plant(evil / "app.py", "raise SystemExit\n")
     place = tmp_path / "packages" / evil.name
     place.parent.mkdir()
@@ -371,7 +371,7 @@ def test_what_was_there_before_is_replaced(there: str, tmp_path: Path) -> None:
     if there == "a link to a file":
         (place / "app.py").unlink()
         (place / "app.py").symlink_to(evil / "app.py")
-    found = Packages(place.parent).unpack(content, "")
+    found = unpack(place.parent, content, "")
     assert (found, found.is_symlink(), (found / "app.py").is_symlink()) == (place, False, False)
     assert (found / "app.py").read_bytes() == files_of(content)["app.py"]
     assert (evil / "app.py").read_text().startswith("raise")

@@ -120,6 +120,8 @@ def test_what_a_line_says_of_a_message_and_its_answer() -> None:
     asked = Message(RecordDict({"fl-bn/config": ConfigRecord({"run": "night/state-0000abcd"})}), 1, "train", group_id="3")
     said = about(asked, {"method": "hbn"}, "c" * 64)
     assert [said[key] for key in ("name", "submitter", "message", "round", "method")] == ["night", None, "train", 3, "hbn"]
+    flowers = Message(RecordDict({"config": ConfigRecord({"server-round": 7})}), 1, "train")
+    assert about(flowers, {}, "")["round"] == 7
     failed = answered("train", Message(Error(0, "no\nway"), reply_to=asked), "refused")
     assert (failed["sections"], failed["decision"], failed["reason"]) == ({}, "refused", "no?way")
 

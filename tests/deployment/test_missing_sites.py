@@ -54,7 +54,8 @@ def test_a_run_goes_on_without_sites_that_are_missing_or_ends_at_once_with_their
         summary = (federation.result("three") / "summary.md").read_text()
         assert all(f"took no part: site {site}: " in summary for site in "efg"), summary
 
-        assert "has no site z" in federation.command("submit", "--sites", "a,z", code=2)
+        assert "has no site 'z'" in federation.command("submit", "--sites", "a,z", code=2)
+        assert "has no site ''" in federation.command("submit", "--sites", ",", code=2)
         out = failed(federation.submit({**RUN, "name": "all", "rounds": 2}))
         assert "offline: d. Start them, or set min-sites, or --sites a,b,c,e,f,g, to go on without them" in out
         out = failed(federation.submit({**RUN, "name": "four", "rounds": 2}, "--sites", "a,e,f,g"))

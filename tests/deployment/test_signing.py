@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.common.config import parse_config_args
 from flwr.common.serde import user_config_from_proto, user_config_to_proto
 
-from fl_bn_site.signing import AHEAD, LASTS, Accepted, check, fingerprint, read_submitter, sign
+from fl_bn_site.signing import AHEAD, LASTS, admit, check, fingerprint, read_submitter, sign
 from fl_bn_site.submitters import public_line
 from tests.deployment.inner import KEY, OF_SERVER, NotSigned, Package, Submitter, flower_config, read_key
 from tests.listed import listed
@@ -97,23 +97,19 @@ def test_keys_are_openssh_s(tmp_path: Path) -> None:
             read_submitter("bob", line)
 
 
-# No signature serves twice
-
-
-def test_a_signature_serves_for_one_run_also_after_a_restart(tmp_path: Path) -> None:
+def test_a_signature_serves_for_one_run(tmp_path: Path) -> None:
     one, two = (check(CODE, signed(), [ALICE], NOW) for _ in range(2))
-    accepted = Accepted(tmp_path / "accepted")
+    accepted = tmp_path / "accepted"
     for _ in range(2):
-        accepted.admit(7, one, CODE)  # each message of the run
-    accepted.admit(8, two, CODE)
-    for again in (accepted, Accepted(tmp_path / "accepted")):
-        with pytest.raises(NotSigned):
-            again.admit(9, one, CODE)
+        admit(accepted, 7, one, CODE)  # each message of the run
+    admit(accepted, 8, two, CODE)
+    with pytest.raises(NotSigned):
+        admit(accepted, 9, one, CODE)
     (file,) = (path for path in (tmp_path / "accepted").iterdir() if one.nonce in path.name)
     assert json.loads(file.read_text()) == {"run": 7, "submitter": "alice", "key": fingerprint(ALICE.key), "code": CODE, "at": int(NOW)}
     file.write_text("{")
     with pytest.raises(NotSigned):
-        accepted.admit(7, one, CODE)
+        admit(accepted, 7, one, CODE)
 
 
 def test_of_runs_that_come_at_once_one_is_let_in(tmp_path: Path) -> None:
@@ -122,7 +118,7 @@ def test_of_runs_that_come_at_once_one_is_let_in(tmp_path: Path) -> None:
     def comes(run: int) -> bool:
         gate.wait()
         with suppress(NotSigned):
-            Accepted(tmp_path / "accepted").admit(run, one, CODE)
+            admit(tmp_path / "accepted", run, one, CODE)
             return True
         return False
 

@@ -9,7 +9,9 @@ from unittest import mock
 import pytest
 from typer.testing import CliRunner
 
-from fl_bn_site.submit import sign_only, submit_signed
+from fl_bn.app.checkpoints import LOCK
+from fl_bn.support.durable import release, take
+from fl_bn_site.submit import sign_only, submit_signed, wait_for_the_end
 from fl_bn_site.submitters import VARIABLE, key_file, read_key, read_signed, write_submitter_key
 from tests.deployment.inner import FolderError, KitPlan, Policy, ServerFolder, SiteFolder, add_site, app, create
 
@@ -77,3 +79,11 @@ def test_a_site_trusts_another_submitter_by_a_command(site: SiteFolder, tmp_path
     (site.path / "submitters/.bob.pub").write_bytes((tmp_path / "submitter.pub").read_bytes())  # hidden: put aside
     assert [str(one) for one in Policy.read(site.policy).trusted_submitters][:1] == [shown]
     assert site.policy.read_text() == before
+
+
+def test_a_run_goes_on_when_its_former_server_app_has_let_go_of_its_folder(tmp_path: Path) -> None:
+    """As one that looks for its SuperLink has not, when Flower has ended its run."""
+    held, said, nothing_runs = take(tmp_path / LOCK), list[str](), mock.Mock(**{"runs.return_value": []})
+    wait_for_the_end(nothing_runs, tmp_path, lambda line: (said.append(line), release(held, tmp_path / LOCK)))
+    wait_for_the_end(nothing_runs, tmp_path, said.append)
+    assert len(said) == 1, "it waits in the first case alone"

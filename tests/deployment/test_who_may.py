@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn_site.packages import Packages
+from fl_bn_site.packages import unpack
 from tests.deployment.inner import KitPlan, SiteFolder, create
 from tests.deployment.test_signing import package_of
 
@@ -33,7 +33,7 @@ def folder() -> Iterator[Path]:
         for name in ("accepted", "audit"):  # what the gate writes
             (site.node_dir / name).mkdir(mode=0o700)
             (site.node_dir / name / "file").write_text("{}")
-        Packages(site.packages).unpack(code, "").rename(site.packages / "package")
+        unpack(site.packages, code, "").rename(site.packages / "package")
         (site.state_dir / "local-layers").write_text("a site's own")
         for owner, files in ((KEY, (*site.node_dir.rglob("*"), *site.packages.rglob("*"))), (APP, site.state_dir.rglob("*"))):
             for file in files:
