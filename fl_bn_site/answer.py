@@ -120,11 +120,11 @@ class Answer:
         else:
             context.state = state
             return reply
-        print(f"a {kind} message gets an error as its answer: {reply.error.reason}", file=sys.stderr, flush=True)
         try:
             log(leaving.answered(kind, reply, refusal))
         except audit.AuditError as error:
             reply = _error(message, f"{type(error)}:<'{error}'>", RAISED)
+        print(f"a {kind} message gets an error as its answer: {reply.error.reason}", file=sys.stderr, flush=True)  # last, as it may fail
         return reply
 
     def _checked(self, context: Context, about: dict[str, Any]) -> Policy:

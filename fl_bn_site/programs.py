@@ -45,7 +45,8 @@ def pause_less() -> None:
         nonlocal worked
         if seconds < ASKING:  # the app works on a message, or this is the SuperExec
             worked, seconds = time.monotonic(), min(seconds, SHORTEST)
-        sleep(min(seconds, max(SHORTEST, SHARE * (time.monotonic() - worked))))
+        # A program that ends sleeps longer: so long Flower lets it hand in its answer, and say goodbye to the server.
+        sleep(seconds if seconds > ASKING else min(seconds, max(SHORTEST, SHARE * (time.monotonic() - worked))))
 
     def shorter_wait(event: threading.Event, timeout: float | None = None) -> bool:
         began = vars(event).setdefault("began", time.monotonic())  # the tensors of a message have an event of their own

@@ -404,9 +404,13 @@ def test_flower_finds_no_other_program_and_no_other_site_s_port(tmp_path: Path, 
 def test_waits_for_a_tensor_grow_with_the_time_since_the_first_one_began(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = list[float]()
     monkeypatch.setattr(time, "monotonic", lambda: sum(waited))
-    monkeypatch.setattr(time, "sleep", time.sleep)  # to be as before after this test
+    slept = list[float]()
+    monkeypatch.setattr(time, "sleep", slept.append)
     monkeypatch.setattr(threading.Event, "wait", lambda event, timeout: waited.append(timeout))
     pause_less()
+    for pause in (0.5, 3.0, 5.0):  # while an app works, after it, and as Flower's programs end
+        time.sleep(pause)
+    assert slept == [0.1, 0.1, 5.0]
     event, flowers = threading.Event(), [1.0, 2.0, 4.0, 8.0, *[10.0] * 28, 24.0]
     for pause in flowers:
         event.wait(pause)
