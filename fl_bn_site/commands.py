@@ -18,6 +18,7 @@ from fl_bn_site.folders import ServerFolder, SiteFolder, host_port
 SUPERLINK = Path(__file__).with_name("superlink.py")  # Flower's SuperLink with repairs
 GATE, APPS = "fl_bn_site.gate", "fl_bn_site.apps"  # the modules that guard a site, and run its apps
 COMPAT = Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"  # run by its path, since the package around it imports torch
+OFFLINE = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}  # else Flower calls its makers
 PROGRAMS = ("supernode", "clientapp")  # the programs of a site; each may run as a user of its own
 
 
@@ -212,8 +213,8 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 def _environment(state: Path) -> dict[str, str]:
     # threads of torch that wait by spinning stop each other where cores are shared: a step took 600 ms in the place of 5
-    told = {"FLWR_TELEMETRY_ENABLED": "0", "PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
-    return {"FLWR_HOME": str(state / "flower")} | told
+    told = {"PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
+    return {"FLWR_HOME": str(state / "flower")} | OFFLINE | told
 
 
 def _flat(options: Mapping[str, object]) -> list[str]:

@@ -39,7 +39,8 @@ from fl_bn_site.programs import SUPEREXEC, SUPERNODE, end, listens, pause_less, 
 SOCKET = "gate.sock"  # in the home of the gate: the command connects there
 SECRET = "superexec.secret"  # there, too: without it, each user of this machine could take messages of Flower 1.42 and answer them
 TICK = 0.5  # seconds between two looks at the programs
-COMMAND = """#!{python} -IS
+COMMAND = """#!/bin/sh
+'''exec' "{python}" -IS "$0" "$@" #'''  # a path with a space can stand in no first line
 # The command that Flower starts for each message: the gate of this site does its work.
 import json, os, socket, sys
 os.chdir({home!r})
