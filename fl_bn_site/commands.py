@@ -18,7 +18,7 @@ from fl_bn_site.folders import ServerFolder, SiteFolder, host_port
 SUPERLINK = Path(__file__).with_name("superlink.py")  # Flower's SuperLink with repairs
 GATE, APPS = "fl_bn_site.gate", "fl_bn_site.apps"  # the modules that guard a site, and run its apps
 COMPAT = Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"  # run by its path, since the package around it imports torch
-OFFLINE = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}  # else Flower calls its makers
+OFFLINE = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 PROGRAMS = ("supernode", "clientapp")  # the programs of a site; each may run as a user of its own
 
 
@@ -203,18 +203,18 @@ def program(name: str) -> str:
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables for a program that this process starts.
 
-    They are those of this process with three changes. In PATH, the programs of this Python come first, since
-    Flower's programs start each other by name. Addresses of this machine are excepted from proxies. The
-    variables in ``extra`` are added last.
+    They are those of this process with four changes. In PATH, the programs of this Python come first, since
+    Flower's programs start each other by name. Addresses of this machine are excepted from proxies.
+    Flower does not call its makers. The variables in ``extra`` are added last.
     """
     path = os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)))
-    return {**os.environ, "PATH": path, **with_exceptions(os.environ), **extra}
+    return {**os.environ, "PATH": path, **with_exceptions(os.environ), **OFFLINE, **extra}
 
 
 def _environment(state: Path) -> dict[str, str]:
     # threads of torch that wait by spinning stop each other where cores are shared: a step took 600 ms in the place of 5
     told = {"PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
-    return {"FLWR_HOME": str(state / "flower")} | OFFLINE | told
+    return {"FLWR_HOME": str(state / "flower")} | told
 
 
 def _flat(options: Mapping[str, object]) -> list[str]:

@@ -27,7 +27,7 @@ from typing import Any
 from fl_bn.support.durable import append, write
 from fl_bn.support.flower_config import OF_OUR_APP, OUR_APP, Scalar, flower_config
 from fl_bn_site.certificates import read_public
-from fl_bn_site.commands import OFFLINE, environment, local, of_1_25, program
+from fl_bn_site.commands import environment, local, of_1_25, program
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.membership import owner
 
@@ -255,7 +255,7 @@ class Control:
         return SUPERLINK.format(address=json.dumps(self.address), authority=json.dumps(str(self.server.authority)))
 
     def _environment(self) -> dict[str, str]:
-        return environment({"FLWR_HOME": str(self.home), "PYTHONUNBUFFERED": "1"} | OFFLINE)
+        return environment({"FLWR_HOME": str(self.home), "PYTHONUNBUFFERED": "1"})
 
 
 @contextmanager

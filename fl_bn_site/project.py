@@ -15,7 +15,7 @@ import tomli_w
 
 from fl_bn.support.commit import COMMIT, commit_of
 from fl_bn.support.flower_config import Scalar
-from fl_bn_site.commands import OFFLINE, environment, program
+from fl_bn_site.commands import environment, program
 from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.signing import KEY
 
@@ -67,7 +67,7 @@ def build(server: ServerFolder, own: Path | None = None) -> bytes:
         packed = app.with_name("packed")
         packed.mkdir()
         argv = [program("flwr"), "build", "--app", str(app)]
-        done = subprocess.run(argv, cwd=packed, env=environment(OFFLINE), capture_output=True, text=True, check=False)
+        done = subprocess.run(argv, cwd=packed, env=environment({}), capture_output=True, text=True, check=False)
         if done.returncode:
             raise FolderError(f"{project} cannot be packed: {' '.join((done.stdout + done.stderr).split())[-500:]}")
         (package,) = packed.iterdir()

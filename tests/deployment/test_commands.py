@@ -57,7 +57,7 @@ def test_flower_accepts_the_superlink_and_the_supernode(server: ServerFolder, si
     assert parse_config_args([args.node_config]) == node_config(site) == expected | paths
 
     for one, state in zip((command, *commands(site)), (server.state, site.path / "node", site.path / "state"), strict=True):
-        told, quiet = environment(one.env), {"FLWR_TELEMETRY_ENABLED": "0", "OMP_WAIT_POLICY": "passive"}
+        told, quiet = environment(one.env), {"FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_TELEMETRY_ENABLED": "0", "OMP_WAIT_POLICY": "passive"}
         assert (Path(told["FLWR_HOME"]).is_relative_to(state), told | quiet) == (True, told)
         assert Path(told["PATH"].split(":")[0], "flower-superexec").exists(), "Flower starts it by name"
     assert [str(site.private_key) in " ".join(one.argv) for one in commands(site)] == [True, False], "the app is not told where the key is"

@@ -395,7 +395,11 @@ def test_flower_finds_no_other_program_and_no_other_site_s_port(tmp_path: Path, 
         other.kill()
     monkeypatch.setenv("PATH", os.environ["PATH"])
     assert shutil.which("flower-superexec")  # control
+    (folder := tmp_path / "an environment").mkdir()
+    (folder / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
     write_command(tmp_path / "home")
+    assert b"in <module>" in subprocess.run(["flwr-clientapp"], capture_output=True, check=False).stderr  # it runs, and finds no gate
     found = [shutil.which(name) for name in ("flwr-clientapp", "flwr-serverapp", "flower-superexec", "python")]
     assert found == [str(tmp_path / "home/bin/flwr-clientapp"), None, None, None]
     assert os.stat(tmp_path / "home" / SECRET).st_mode & 0o777 == 0o600
