@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fl_bn.app.config import RunConfig
     from fl_bn.federation.engines.workers import Workers
 
-os.environ.update({"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", **os.environ})
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
 TRAIN, COMPARE, LOOK, MODEL, DEPLOY = "Train", "Compare", "Look first", "With a trained model", "Separate machines"
 KEYED = ("run", "resume", "compare", "sweep", "advise", "doctor", "layers", "adapt", "recalibrate")  # find functions in the user's folder
