@@ -162,7 +162,7 @@ def carry_out(
 
 def report(
     folders: Annotated[list[Path], typer.Argument(help="the folder of a sweep, finished or not; or folders of runs: runs/NAME ...")],
-    output: Annotated[Path, typer.Option(help="folder of the report of several runs")] = Path("runs/report"),
+    output: Annotated[str, typer.Option(help="folder of the report of several runs. Default: runs/report")] = "",
 ) -> None:
     """Write the report of a sweep's runs so far, or of several runs: table, curves, a page to read offline, and runs.csv.
 
@@ -176,9 +176,11 @@ def report(
 
     try:
         if len(folders) == 1 and (folders[0] / FILE).exists():
+            if output:
+                raise ConfigError("the report of a sweep lies in the sweep's folder: --output is for the report of several runs")
             made = write_report(folders[0], planned=dict(read(folders[0] / FILE).named()))
         else:
-            made = write_report(output, runs=folders)
+            made = write_report(Path(output or "runs/report"), runs=folders)
     except (ConfigError, ValueError, OSError) as error:
         raise refused(error) from error
     for path in made:
