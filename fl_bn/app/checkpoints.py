@@ -44,8 +44,7 @@ class Checkpoints:
         logged, and the run goes on.
         """
         try:
-            complete = replace(checkpoint, history=self._history.lengths())
-            complete.save(self.folder / f"round-{checkpoint.round:06}{durable.SUFFIX}")
+            replace(checkpoint, history=self._history.lengths()).save(self._path(checkpoint.round))
         except OSError as error:
             last = max(self.rounds(), default=0)
             LOGGER.warning("no checkpoint after round %s: %s. The last one is of round %s (0: none)", checkpoint.round, error, last)
@@ -125,8 +124,7 @@ def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
     if deployed and not list((run / FOLDER).glob(f"round-*{durable.SUFFIX}")):
         raise ConfigError(f"{run} has no checkpoint to go on from (checkpoint-every makes them): submit the run anew")
     if not deployed and (config.dataset == SITES or config.client_nodes):
-        name = run.resolve().name
-        raise ConfigError(f"{run} is a run of deployed sites: use fl-bn resume SERVER {name}. SERVER is the server's folder: kit/server")
+        raise ConfigError(f"{run} is a run of deployed sites: use fl-bn resume SERVER {config.resume} (SERVER: the server's folder)")
     return config
 
 

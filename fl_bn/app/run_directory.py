@@ -117,6 +117,9 @@ class RunDirectory(Callback):
                 self.resumed = self._checkpoints.newest()
                 if self.resumed is None:
                     raise ConfigError(f"{self.path} cannot be resumed, since all of its checkpoints are damaged: start the run anew")
+                own = self.resumed.run_id.run.rpartition("/")[2]
+                if (self.path / own).exists():  # simulated clients' states move along
+                    self.resumed = replace(self.resumed, run_id=replace(self.resumed.run_id, run=f"{self.name}/{own}"))
                 for record in self._history.cut(self.resumed.history):
                     self._keep(record)
             else:
@@ -241,7 +244,7 @@ class RunDirectory(Callback):
         if problem := extras.lacking("a run that is to end with pictures", "matplotlib"):
             LOGGER.warning("there are no pictures: %s", problem)
             return
-        from fl_bn.app.pictures import course, labels  # imported here, since matplotlib takes a second, for which no round waits
+        from fl_bn.app.pictures import course, labels  # matplotlib takes a second, for which no round waits
 
         pictures = [course(self.config, self.records, self.task)] if self.config.rounds else []
         pictures += [labels(counts, self.config)] if counts and all(counts.values()) else []

@@ -92,7 +92,7 @@ class FileState:
 
     def __init__(self, folder: Path, run_id: RunId, client: int, signature: str) -> None:
         self.folder, self.run_id = folder / run_id.run / f"client-{client}", run_id
-        self._owner = {"run": run_id.run, "client": str(client), "signature": signature}
+        self._owner = {"run": run_id.run.rpartition("/")[2], "client": str(client), "signature": signature}
 
     def read(self, before: int) -> ClientState:
         """Return the newest state from a round before ``before`` that no resume has undone."""

@@ -98,15 +98,15 @@ def test_a_run_that_dies_before_any_of_its_files_is_written_goes_on(number: int,
 
 
 @listed("damage", ["flipped", "of another kind"])
-def test_a_damaged_checkpoint_costs_the_rounds_since_the_one_before_and_no_more(
+def test_in_a_folder_that_was_moved_a_damaged_checkpoint_costs_the_rounds_since_the_one_before_and_no_more(
     damage: str, whole: Whole, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     values = small_run(tmp_path / "pieces", **CASES["fedbn"])
-    path = stopped(values, 4, dies=True)
+    path = stopped(values, 4, dies=True).rename(tmp_path / "moved")
     _, newest = sorted((path / "checkpoints").glob("round-*.safetensors"))
     data, state = newest.read_bytes(), next(path.glob("state-*/client-*/round-*"))
     newest.write_bytes(state.read_bytes() if damage == "of another kind" else data[:-1] + bytes([data[-1] ^ 1]))
-    assert differences(whole("fedbn"), results(run(values, resume="latest"))) == []
+    assert differences(whole("fedbn"), results(run(values, resume="moved", output=str(tmp_path), name=""))) == []
     assert f"It was renamed to {newest.name}.set-aside-1; trying the checkpoint before it" in log.text
     assert "going on after round 2 of 5" in log.text
 

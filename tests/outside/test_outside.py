@@ -237,7 +237,7 @@ def test_o_a_run_of_0_rounds_leaves_the_statistics_of_all_data_in_the_model() ->
         (lambda folder: said_by("advise", "/nowhere"), "no file or folder '/nowhere'"),
         (lambda folder: said_by("run", "--run-config", "dataset='npz:x.npz'"), "dataset='npz' and data-path='x.npz'"),
         (lambda folder: said_by("run", "rounds=2"), '--run-config "rounds=2"'),
-        (lambda folder: [(folder / "sweep.toml").touch(), said_by("report", str(folder), "--output", "x")], "--output is for the report"),
+        (lambda folder: [(folder / "sweep.toml").touch(), said_by("report", str(folder), "--output", "x")], "--output is for several runs"),
     ],
     ids=["label", "empty", "test label", "text", "npz label", "npz nan", "advise", "npz:", "run key", "report"],
 )
