@@ -117,7 +117,7 @@ class RunDirectory(Callback):
                 self.resumed = self._checkpoints.newest()
                 if self.resumed is None:
                     raise ConfigError(f"{self.path} cannot be resumed, since all of its checkpoints are damaged: start the run anew")
-                own = self.resumed.run_id.run.rpartition("/")[2]
+                own = self.resumed.run_id.run.split("/")[-1]
                 if (self.path / own).exists():  # simulated clients' states move along
                     self.resumed = replace(self.resumed, run_id=replace(self.resumed.run_id, run=f"{self.name}/{own}"))
                 for record in self._history.cut(self.resumed.history):
@@ -154,7 +154,7 @@ class RunDirectory(Callback):
     def on_round(self, record: RoundRecord, rounds: int) -> None:
         """Append a round to rounds.csv and the other files with lines per round."""
         self._keep(record)
-        if len(self.records) == 1:  # passes are made before round 1, and a resumed run makes none
+        if len(self.records) == 1:  # passes precede round 1, and a resumed run makes none
             self._add_passes()
         if self._history is not None:
             measured = []
@@ -180,7 +180,7 @@ class RunDirectory(Callback):
         except OSError as problem:
             LOGGER.error("some results could not be written to %s: %s", self.path, problem)
             if error is None:
-                raise RunFailed(f"results could not be written ({problem}): free disk space, and resume={self.name!r}") from problem
+                raise RunFailed(f"results could not be written ({problem}): free disk space, then resume or rerun") from problem
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
@@ -230,7 +230,7 @@ class RunDirectory(Callback):
         durable.write(path / "summary.md", text.encode(), mode=0o666)
         self._history.lengths()
         self._draw(path, counts)
-        if error is None:  # the run is complete, so it cannot be resumed
+        if error is None:  # complete, so never resumed
             for folder in (path / FOLDER, *path.glob("state-*")):
                 shutil.rmtree(folder, ignore_errors=True)
         LOGGER.info("results: %s", as_typed(path))

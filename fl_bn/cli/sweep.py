@@ -177,7 +177,7 @@ def report(
     try:
         if len(folders) == 1 and (folders[0] / FILE).exists():
             if output:
-                raise ConfigError("the report of a sweep lies in its folder: --output is for several runs")
+                raise ConfigError("a sweep's report lies in its folder: --output is for several runs")
             made = write_report(folders[0], planned=dict(read(folders[0] / FILE).named()))
         else:
             made = write_report(Path(output or "runs/report"), runs=folders)

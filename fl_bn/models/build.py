@@ -60,9 +60,8 @@ def build(
             ``name`` decides.
 
     Raises:
-        ValueError: the name is unknown, a function is missing or takes other
-            arguments, the network cannot take such images, or weights do not fit.
-        TypeError: your own function returned no ``nn.Module``.
+        ValueError: the name is unknown, a function is missing, takes other arguments
+            or returns no network, such images do not fit, or weights do not.
     """
     if min(classes, channels, image_size) < 1:
         raise ValueError(f"a model needs at least 1 class, channel and pixel, but got {classes=}, {channels=}, {image_size=}")
@@ -107,5 +106,5 @@ def _own(name: str, modules: Modules | None, classes: int, channels: int, image_
         raise ValueError(f"model {name!r} must take classes=, channels= and image_size=, but: {error}") from error
     model = made(**arguments)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model {name!r} must return a torch.nn.Module, but returned {type(model).__name__}")
+        raise ValueError(f"model {name!r} must return a torch.nn.Module, but returned {type(model).__name__}")
     return model

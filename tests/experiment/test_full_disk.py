@@ -79,7 +79,7 @@ def test_clients_that_cannot_keep_their_own_say_so_and_do_not_count(values: Valu
 
 def test_results_that_cannot_be_written_can_be_had_later(plain: dict[str, bytes], values: Values) -> None:
     AFTER[ROUNDS] = lambda folder: (folder / "model.safetensors").mkdir()
-    with refusing("resume='run'", by=RunFailed):
+    with refusing("then resume or rerun", by=RunFailed):
         run(values)
     path = Path(str(values["output"])) / "run"
     assert not list(path.glob(".unfinished*"))

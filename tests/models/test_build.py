@@ -90,7 +90,7 @@ def test_ones_own_function_and_torchvisions_by_name(name: str) -> None:
         (f"{HERE}:absent", {}, ValueError, "'absent'"),
         (f"{HERE}:HERE", {}, ValueError, "'HERE'"),
         (f"{HERE}:other_arguments", {}, ValueError, f"{HERE}:other_arguments"),
-        (f"{HERE}:no_network", {}, TypeError, "str"),
+        (f"{HERE}:no_network", {}, ValueError, "str"),
         (f"{HERE}:broken", {}, TypeError, "from inside"),
         ("no_such_module:network", {}, ValueError, "'no_such_module'"),
         (f"{HERE}:own:again", {}, ValueError, f"{HERE}:own:again"),
