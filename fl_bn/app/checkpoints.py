@@ -19,7 +19,7 @@ from fl_bn.support.extras import ABSENT, version_of
 
 FOLDER, LOCK = "checkpoints", ".lock"
 AT_ONCE = 2  # how many checkpoints are kept: the last, and the one before it in case the last is damaged
-FREE = {  # run-config keys that may differ from those of the resumed run, since they change only the last digits of numbers
+FREE = {  # run-config keys in which a resumed run may differ: they change at most last digits
     "name", "output", "resume", "run-signature", "checkpoint-every", "pictures", "callbacks", "early-stop", "keep-best", "device",
     "threads", "workers", "deterministic", "memory-format", "min-replies", "min-cohort", "clients-at-start",
     "min-sites", "client-nodes", "client-names", "max-failed-rounds", "round-timeout", "wait-timeout", "retry-timeout",

@@ -13,7 +13,7 @@ from fl_bn.support.names import LONG
 UNREADABLE = (
     ValueError,
     RecursionError,
-)  # what tomllib raises: for wrong syntax, too long numbers, too deeply nested lists, and bytes that are not text
+)  # of tomllib: wrong syntax, too long numbers, too deeply nested lists, bytes that are not text
 PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")
 
 

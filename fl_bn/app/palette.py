@@ -12,7 +12,7 @@ SHADES = (*COLOURS, "#A8A8A8")  # colours of areas, which have no dashes or mark
 LINES: Sequence[Any] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 MARKERS = "osD^vPX*<>"
 QUIET = "#6b6f76"  # colour of secondary things: limits, remarks, lines to compare with
-MAP, DIFFERENCE = "viridis", "RdBu"  # colour maps of heat maps: for values (even steps of brightness), for differences (blue is better)
+MAP, DIFFERENCE = "viridis", "RdBu"  # colour maps of heat maps: values (even steps of brightness), differences (blue is better)
 STYLE: Any = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "figure.dpi": 130, "font.size": 9,
     "axes.axisbelow": True, "legend.frameon": False, "axes.prop_cycle": f"cycler('color', {list(COLOURS)})",

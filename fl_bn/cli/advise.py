@@ -51,6 +51,8 @@ def advise(
 
     console = Console()
     try:
+        if (jobs or output) and not pilot:
+            raise ConfigError("--jobs and --output need --pilot")
         keys = _keys(",".join(data or ()), run_config)
         use = Usage()
         config = use.config(keys)

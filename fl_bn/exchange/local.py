@@ -72,7 +72,7 @@ class Turns:
         return getattr(cls._here, "turn", None)
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
-        """Run all tasks and return their results in order, or raise the first failed one's error.
+        """Run all tasks and return their results in order, or raise the error that failed the others.
 
         Ctrl-C ends the tasks, too: they would go on to draw from the generators.
         """
@@ -99,7 +99,7 @@ class Turns:
                         self._go[index].release()
                 raise
         set_random_states(at_start)
-        return [future.result() for future in futures]
+        return [future.result() for future in sorted(futures, key=lambda one: isinstance(one.exception(), ExchangeFailed))]
 
     def wait(self, index: int) -> None:
         """Let others run until this task is ``ready``, or raise ``ExchangeFailed``."""

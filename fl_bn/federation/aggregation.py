@@ -76,7 +76,7 @@ class WeightedSum:
     def add(self, part: Named, weight: float) -> None:
         """Add ``weight * part``. The first part gives the sum its names."""
         if not self._like:
-            # Freed memory returns to the operating system at once if it is one large piece, but not if it is many small ones.
+            # Freed memory returns to the operating system at once if it is one large piece, not if many small ones.
             self._whole = torch.from_numpy(np.zeros(sum(tensor.numel() for tensor in part.values())))
             self._like = {name: torch.empty_like(tensor, device="meta") for name, tensor in part.items()}
         self.total += weight

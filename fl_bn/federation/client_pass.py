@@ -34,7 +34,7 @@ from fl_bn.methods import INPUTS, StatisticsPass
 from fl_bn.task import Task, batch_size, tensors_in, to_device
 
 LOGGER = logging.getLogger("flwr")
-HELD = 3  # activations of a waiting forward pass, as a multiple of a BatchNorm layer's largest input: input, output and a shortcut
+HELD = 3  # activations of a waiting forward pass over a BatchNorm layer's largest input: input, output, shortcut
 
 Inputs = Callable[[], Iterable[Any]]
 """Returns the batches of inputs, the same in every call."""

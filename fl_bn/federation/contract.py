@@ -161,7 +161,7 @@ class Lent:
             yield "moved", "no step on round.model was made, so there is nothing to send (a client without a batch makes no reply)", ""
         yield from self._broken_by_change()
         if (reports is StatisticsReport.FIRST or round.phase is Phase.EXCHANGE) and (first := round.first_samples) > samples:
-            yield "batches", f"the first batch had {first} samples, but the reply has samples={samples} (of batches, perhaps?)", ""
+            yield "batches", f"the first batch had {first} samples, the reply has samples={samples} (of batches? See round.batch)", ""
         if reports is StatisticsReport.PASS and round.statistics_pass.moments is None:
             yield "batches", "it reports moments that the client measures before training, but round.measure was not called", ""
 

@@ -34,7 +34,7 @@ FAR = 3.0
 """A client is far from the robust update if its distance is above this multiple of the median one."""
 NOT_FINITE = "values are not finite"
 LOWER = "lower the learning rate"
-SHOWN = 4  # the most metrics of the user's own that a line of the log shows, of training and of evaluation each
+SHOWN = 4  # the most metrics of the user's own that a log line shows, of training and of evaluation each
 
 
 @dataclass(frozen=True, slots=True)  # slots: a run keeps the records of all rounds

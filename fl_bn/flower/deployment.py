@@ -25,7 +25,7 @@ from fl_bn.support.flower_config import OF_OUR_APP, OUR_APP, PROGRESS, SERVER, S
 
 SITES = "client-nodes"  # a run-config key of every run that `fl-bn submit` submitted
 ADDRESS = ("host", "bind", "port", "insecure")  # settings of the exchange that a kit decides
-JOIN = 120.0  # seconds that a deployment's exchange waits for a client to join: a slow site may start half a minute after the others
+JOIN = 120.0  # seconds that a deployment's exchange waits for a client to join: a slow site may start half a minute late
 
 
 def submitted(grid: object) -> Mapping[str, Scalar]:

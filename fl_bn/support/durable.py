@@ -225,7 +225,7 @@ def take(path: Path, lockless: Callable[[], None] = lambda: None) -> IO[str]:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
                 return lock
-        lock.close()  # another process removed the file between our opening and our locking: a lock on it keeps no process out
+        lock.close()  # another process removed the file before our locking: a lock on it keeps no process out
 
 
 def release(lock: IO[str], path: Path) -> None:

@@ -27,7 +27,7 @@ labels are grades:
 {'loss': 0.0625, 'mae': 0.25}
 """
 
-from fl_bn.task.classification import CLASS, IGNORE, MEAN_IOU, Classification, ClassificationAUC, Segmentation, confusion_counts
+from fl_bn.task.classification import CLASS, IGNORE, Classification, ClassificationAUC, Segmentation
 from fl_bn.task.dice import Dice
 from fl_bn.task.find import AUTO, CLASSIFICATION, TASKS, find_task
 from fl_bn.task.metrics import MetricObject, MetricState, extended, lower_is_better, weighted_mean
@@ -45,7 +45,6 @@ __all__ = [
     "LABELS",
     "LABEL_SETS",
     "MASKS",
-    "MEAN_IOU",
     "SHARE",
     "TASKS",
     "VALUES",
@@ -60,7 +59,6 @@ __all__ = [
     "Segmentation",
     "Task",
     "batch_size",
-    "confusion_counts",
     "extended",
     "find_task",
     "kind_of",

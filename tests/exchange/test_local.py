@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fl_bn import Federation, methods
 from fl_bn.federation.local import torch_seed
 from tests.exchange.cohorts import POLICIES, ExchangeFailed, Key, Layer, LocalExchange, Quantity, Session, Turns, admit, dismiss, end_task
 from tests.listed import listed
@@ -136,6 +138,22 @@ def test_clients_that_all_wait_for_one_that_ended_unheard_are_told_so() -> None:
     with pytest.raises(ExchangeFailed):
         Turns(2).run([lambda: [0.0], round.client(1)])
     dismiss(round.tokens)
+
+
+def test_in_a_federation_a_client_whose_values_are_refused_costs_the_round_and_a_users_own_error_ends_the_run() -> None:
+    x, y, factors = torch.rand(4, 3), torch.arange(4) % 2, iter([math.nan, 1.0])
+
+    class Spoilt:
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            yield x * next(factors), y
+
+    fed = Federation(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), methods.fedtan(), [[(x, y)], Spoilt()])
+    rounds = fed.run(3)
+    first, second = next(rounds), next(rounds)
+    assert (first.aggregated, second.aggregated) == (False, True)
+    assert "client 1: refused: 1 (moments" in first.clients[0].refused
+    with pytest.raises(RuntimeError, match="StopIteration"):  # not that the others' exchange has failed
+        next(rounds)
 
 
 def test_ctrl_c_ends_the_task_that_works_and_those_that_wait() -> None:

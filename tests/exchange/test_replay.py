@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_bn.flower.layerwise.transcript import ReplayExchange, Unanswered, attach, detach, question, read_request
-from fl_bn.flower.wire.codec import Header, from_records, to_records
+from fl_bn.flower.wire.codec import Header, payload_of, to_records
 from tests.exchange.cohorts import Answer, ExchangeFailed, Key, Local, Quantity, to_numpy
 
 HEADER = Header("fedtan", "exchange", 3, "0123")
@@ -60,7 +60,7 @@ def test_a_transcript_travels_in_a_train_message_and_is_taken_out_again(transcri
     nbytes = attach(content, transcript)
     assert nbytes == sum(answer.values.numel() * answer.values.dtype.itemsize for _, answer in transcript)
     told = delivered(content)
-    payload, config = from_records(told)[0], dict(told.config_records["fl-bn/config"])
+    payload, config = payload_of(told), dict(told.config_records["fl-bn/config"])
     came = detach(payload, config)
     assert [key for key, _ in came] == [key for key, _ in transcript]
     assert all(same(a, b) for (_, a), (_, b) in zip(came, transcript, strict=True))

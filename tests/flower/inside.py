@@ -14,7 +14,7 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import Payload, to_numpy, to_tensors
 from fl_bn.flower.compat import find
 from fl_bn.flower.recovery import Checkpoint
-from fl_bn.flower.wire.codec import Header, RunId, from_records, to_records
+from fl_bn.flower.wire.codec import Header, RunId, header_of, payload_of, to_records
 from fl_bn.flower.wire.codec import arrays_of as arrays_record
 from fl_bn.methods import Method
 from fl_bn.secure.settings import SecureAggregation

@@ -156,9 +156,6 @@ def test_what_is_exact_already_is_left_after_one_pass(dtype: torch.dtype, client
     assert len(recalibrate(model, clients[:-1])) > 1  # control: other data
 
 
-# Adapting a model to an unseen client
-
-
 OWN = random_samples(90, brightness=0.5, seed=7)
 
 
@@ -239,9 +236,6 @@ def test_refused(key: str, call: Callable[[], None]) -> None:
     with naming(key):
         call()
     given("fedavg", Known(FLAT.state_dict()), samples=2, net=FLAT)  # control
-
-
-# Unit scale: the function stays, every rescaled layer's input has a deviation of 1, and what cannot be rescaled is left alone
 
 
 def on_unit_scale(model: nn.Module) -> nn.Module:

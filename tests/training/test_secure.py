@@ -115,9 +115,6 @@ def test_what_promises_nothing_is_refused(field: str, value: float) -> None:
         Privacy(**{**good, field: value})
 
 
-# The additive form of moments
-
-
 number, positive = st.floats(-20, 20), st.floats(1e-3, 50)
 
 

@@ -176,9 +176,6 @@ def test_the_average_of_statistics_is_the_rules_however_few_clients_ran_the_laye
         np.testing.assert_allclose(got, rule_named(rule)(values.numpy(), f).value, rtol=1e-12)
 
 
-# A rule of one's own, and claims
-
-
 def test_claims_become_the_medians_and_a_count_of_0_stays_0() -> None:
     reports = [{"a": moments(8), "b": moments(4)}, {"a": moments(10**9, 2.0), "b": moments(6)}, {"a": moments(9), "b": moments(10**18)}]
     believed, steps = Defence(1).believed([*reports, {"a": moments(0)}], [5, 10**9, 4, 5])

@@ -71,9 +71,6 @@ def batch(task: Task, rng: np.random.Generator, samples: int) -> Batch:
     return output, y
 
 
-# Metrics, and how they add up
-
-
 def of_regression(out: Tensor, y: Tensor) -> tuple[Named, Named]:
     error = metrics.mean_squared_error(y, out)
     pooled = 1 - float((out - y).square().sum() / (y - y.mean()).square().sum())
@@ -184,9 +181,6 @@ def test_means_over_clients_are_of_those_that_have_the_class() -> None:
     assert series(found, CLASS) == pytest.approx([0.75, 0.5, math.nan], nan_ok=True)
     made_up = over_clients(PER_PIXEL, [{"accuracy": 1.0, "loss": 1.0, f"{CLASS}99999999": 1.0}])
     assert set(made_up) == {"accuracy", "accuracy-std", "accuracy-min", "loss"}  # one that is made up costs nothing
-
-
-# Labels and losses
 
 
 def test_values_are_not_rounded_to_the_precision_of_outputs() -> None:
@@ -326,9 +320,6 @@ def test_refused(call: Callable[[], Any], key: str) -> None:
     with naming(key):
         call()
     assert TAGS.loss(torch.zeros(3, 1), torch.full((3, 1), 0.9)) > 0  # control: soft labels train
-
-
-# Metrics that are objects
 
 
 torchmetrics = pytest.importorskip("torchmetrics.classification")

@@ -28,7 +28,7 @@ EVALUATION = {  # columns of rounds.jsonl that have values only in evaluated rou
     *(name for task in TASKS.values() for of in task.declared() for name in (of, f"{of}-std", f"{of}-{task.worst()}")),
 }
 SHARES = {name for task in TASKS.values() for name, ends in task.declared().items() if ends == SHARE}
-MEGABYTES = "megabytes"  # traffic of a round: the uploads of all clients, and one download, since a server can broadcast it
+MEGABYTES = "megabytes"  # traffic of a round: all uploads, and one download, since a server can broadcast it
 GIGABYTES = "gigabytes"  # traffic of all rounds so far
 LENGTH = {"early-stop"}  # keys of ``FREE`` that decide how long a run is
 CENTRALISED = "centralised"  # in a sweep, the name of training on all clients' data; also as centralised-METHOD

@@ -10,7 +10,7 @@ from fl_bn.app.overrides import parse_overrides
 from fl_bn.app.report.settings import AVERAGE
 from fl_bn.app.sweep.file import Sweep, refuse_decided
 
-OF_ALL = {  # keys that a method may not have for itself, since methods are compared by one metric on the same samples
+OF_ALL = {  # keys that no method has for itself: methods are compared by one metric on the same samples
     "method": "the methods are --methods",
     "seed": "all have the same seeds, see --seeds",
     **dict.fromkeys(("task", "validation-share"), "all are compared by one number: see --run-config"),

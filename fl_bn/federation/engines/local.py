@@ -99,7 +99,10 @@ class LocalTransport(Transport):
             else:
                 if self._one_program:
                     self._fallback.say(CannotVectorise(f"{self.server.method.name} exchanges statistics within a local step"))
-                replies, session = self._exchange(instruction, cohort)
+                try:
+                    replies, session = self._exchange(instruction, cohort)
+                except ExchangeFailed as error:  # no step on the union
+                    return RoundReplies(cohort, [], dict.fromkeys(cohort, str(error)))
         return self._checked(replies, instruction, session)
 
     def measure(self, instruction: Instruction) -> RoundReplies:

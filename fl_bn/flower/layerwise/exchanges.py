@@ -38,7 +38,7 @@ from fl_bn.support.wire import WireError, reason
 
 BY_PASSES = "Statistics are measured by one pass per layer instead"
 POLL = 0.1  # seconds between two checks for replies
-SAME = 1e-3  # by what share a repetition of a round may come to other values: a GPU adds up in another order each time
+SAME = 1e-3  # by what share a repetition of a round may differ: a GPU adds up in another order each time
 NOT_REPEATED = "its repetition of the round computed other values than before: seed your generators by the round, or use another exchange"
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from fl_bn.exchange.call import Answer, ExchangeFailed, Key, Local, Quantity, checked
 from fl_bn.federation.fields import NAME
 from fl_bn.federation.values import Payload, Reply
-from fl_bn.flower.wire.codec import OURS, Header, add_to_config, from_records, to_record
+from fl_bn.flower.wire.codec import OURS, Header, add_to_config, header_of, payload_of, to_record
 from fl_bn.flower.wire.messages import REQUESTED
 from fl_bn.support.wire import WireError, excerpt, reason
 
@@ -115,7 +115,7 @@ def read_request(reply: Message, header: Header) -> tuple[int, Local, float] | N
     Return its batch size, its request, and the sum of the absolute values of its
     earlier requests. A reply that does not repeat ``header`` raises ``WireError``.
     """
-    payload, repeated = from_records(reply.content)
+    payload, repeated = payload_of(reply.content), header_of(reply.content)
     if REQUEST not in payload:
         return None
     header.check(repeated)

@@ -39,7 +39,7 @@ from fl_bn.secure.privacy import clipped, noise_reach, noisy
 from fl_bn.secure.settings import LEAST, MODULUS
 from fl_bn.support.wire import excerpt
 
-ROUNDING = 100  # stands for this random generator in its seed; federation/training.py has the numbers of other generators
+ROUNDING = 100  # this random generator in its seed; federation/training.py has the others' numbers
 NOBODY = Plan(0, 0, 0)
 
 

@@ -25,7 +25,7 @@ from fl_bn.flower.population import Client, round_half_up
 from fl_bn.flower.secagg import sums
 from fl_bn.flower.secagg.sums import LOSS, LOSS_RANGE, REFERENCE, Layout, from_vector, moments_of, references, update_of
 from fl_bn.flower.secagg.workflow import SecureSum, Sum, SumFailed
-from fl_bn.flower.wire.codec import OURS, add_to_config, from_records, tensors_of, to_record
+from fl_bn.flower.wire.codec import OURS, add_to_config, payload_of, tensors_of, to_record
 from fl_bn.flower.wire.messages import EVALUATION, SUM_OF
 from fl_bn.flower.wire.messaging import copy_of
 from fl_bn.methods import LayerReports, Method, Phase, Refresh, StatisticsReport, replace_by_pooled
@@ -143,7 +143,7 @@ class SecureRounds:
                     line = f"round %s: %d of %d clients had to cut their {key} to the quantiser's range (secagg-clipping-range %g)"
                     log(logging.WARNING, line, record.round, cut, len(parts), limit)
             before, after = shared.statistics(), self._combined(total, moments, server.policy.pace(record.learning_rate, server.rounds))
-            weights = to_tensors(from_records(messages[0].content)[0].get("weights", {}))
+            weights = to_tensors(payload_of(messages[0].content).get("weights", {}))
             sections = update_of(average, weights) or {"weights": {}}
             if "weights" in sections:  # the noise of differential privacy moves nothing that no client trains
                 sections["weights"] |= {name: weights[name] for name in shared.held(phase) if name in sections["weights"]}
@@ -198,7 +198,7 @@ class SecureRounds:
             noise = {"dp-clip": privacy.clip, "dp-statistics-clip": privacy.statistics_clip, "dp-noise": privacy.noise}
             for message in messages:
                 add_to_config(message.content, noise)
-        # the cost is stored before the sum: a sum that fails late may have revealed something, and the server may die
+        # the cost is stored first: a sum that fails late may have revealed something, and the server may die
         if self.accountant is not None:
             try:
                 self.accountant.spend(sums.releases(shapes))

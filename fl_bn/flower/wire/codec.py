@@ -161,12 +161,6 @@ def to_records(payload: Payload, header: Header) -> RecordDict:
     return content
 
 
-def from_records(content: RecordDict) -> tuple[Payload, Header]:
-    """Return payload and header of a message, or raise ``WireError``."""
-    header = header_of(content)
-    return payload_of(content), header
-
-
 def payload_of(content: RecordDict) -> Payload:
     """Return fl-bn's arrays in a message, by section and name, or raise ``WireError``."""
     return {section: arrays_in(record, section) for section, record in our_records(content, ArrayRecord).items()}
