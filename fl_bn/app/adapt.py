@@ -177,9 +177,9 @@ def write(outcomes: Sequence[Outcome], client: Newcomer, config: RunConfig, fold
         figures = ("" if before is None else before[metric], after[metric], "" if before is None else before.loss, after.loss)
         used = 0 if outcome.how == TEST_BATCH else len(client.x)
         rows.append([outcome.how, *figures, used, len(client.test), outcome.note])
-    durable.write(folder / TABLE, durable.as_csv(rows).encode(), mode=0o666)
     for outcome in outcomes:
         metadata = {"method": config.method, "model": config.model, "how": outcome.how, "client": client.name}
         names = plain_names(outcome.model)
         state = {names[name]: tensor for name, tensor in outcome.model.state_dict().items()}
         durable.save_network(folder / f"model-{outcome.how}.safetensors", state, metadata)
+    durable.write(folder / TABLE, durable.as_csv(rows).encode(), mode=0o666)

@@ -48,9 +48,9 @@ def adapt(
         if (folder / adapting.TABLE).exists():
             raise FileExistsError(f"{folder} has the results of an earlier adapt: give another folder (--output), or remove this one")
         outcomes = adapting.adapt(run, client, chosen, batch_size, device(config, {"device": "auto"}), of)
+        adapting.write(outcomes, client, config, folder)
     except (ValueError, OSError, ImportError) as error:
         raise refused(error) from error
-    adapting.write(outcomes, client, config, folder)
     shown = Table("how", "before", "after", "", title=f"{config.method}: {client.name}, {len(client.test)} test samples, {of.metric}")
     for outcome in outcomes:
         before = "unknown" if outcome.before is None else of.format_metric(outcome.before[of.metric])

@@ -159,6 +159,7 @@ def wrong(runs: Path, trained: Path, tmp_path_factory: pytest.TempPathFactory) -
         ("adapt --model {}/held-out --domain fog", "'fog'"),
         ("adapt --model {}/held-out --data npz:nowhere.npz", "'nowhere.npz'"),
         ("adapt --model {}/held-out --data npz:{}/grey.npz", "3 channels"),
+        ("adapt --model {}/held-out --output {}/grey.npz/in-a-file", "grey.npz"),
         ("adapt --model {}/half", "model.safetensors"),
         ("recalibrate {}/fedbn", "'fedbn'"),
         ("recalibrate {}/empty", "config.toml"),

@@ -268,7 +268,7 @@ def _where(
             if axis not in axes:
                 raise ConfigError(unknown(f"axis in {what}:", axis, list(axes)))
             if str(value) not in axes[axis]:
-                raise ConfigError(unknown(f"value of {axis} in {what}:", str(value), list(axes[axis])))
+                raise ConfigError(unknown(f"value of {axis} in {what}:", str(value), list(dict.fromkeys(axes[axis]))))
         refuse_decided("the sweep", case["keys"])
         keys = {key: value for key, value in _filled(case["keys"], DATA, data).items() if key not in overrides}
         made.append(Where({axis: str(value) for axis, value in case["at"].items()}, keys))
