@@ -31,14 +31,13 @@ def keys(folder: Path, **values: object) -> str:
 
 def test_the_advice_is_printed(tmp_path: Path) -> None:
     config = keys(tmp_path, partition="classes", partition_parameter=1.0, local_steps=5)
-    said = ends_well("advise", "--run-config", config, "--output", tmp_path / "out")
+    said = ends_well("advise", "--run-config", config)
     for part in ("4 clients, label skew", "Problem one class", "│ fbn │ 91.0 │ +70.0 (+65.0 to", "skew │ 1 │ 1 ", "give its model-weights"):
         assert part in said
     torch.save(source_model(RunConfig.from_mapping(parse_overrides(config))).state_dict(), tmp_path / "weights.pt")
     trained = ends_well("advise", "--run-config", f"{config} model-weights='{tmp_path / 'weights.pt'}'")
     assert "freeze-after=0" in trained
     assert "freeze-after=0" not in said
-    assert not (tmp_path / "out").exists()  # nothing was run
 
 
 def test_each_of_several_files_is_a_client_and_their_cameras_are_a_shift_of_features(tmp_path: Path) -> None:
@@ -70,9 +69,9 @@ def test_a_pilot_compares_the_best_on_validation_samples(tmp_path: Path) -> None
         (["digits", "--run-config", "dataset='digits'"], "dataset='digits'"),
         (["--run-config", "method='fbn'"], "method='fbn'"),
         (["npz:nowhere.npz"], "nowhere.npz"),
+        (["digits", "--output", "out"], "need --pilot"),
         (["--run-config", "dataset='sites' classes=4 channels=1 image-size=4"], "sites"),
     ],
 )
-def test_refused_in_one_sentence(arguments: list[str], about: str, tmp_path: Path) -> None:
-    ends_with_a_sentence("advise", *arguments, "--output", tmp_path / "out", about=about)
-    assert not (tmp_path / "out").exists()
+def test_refused_in_one_sentence(arguments: list[str], about: str) -> None:
+    ends_with_a_sentence("advise", *arguments, about=about)
