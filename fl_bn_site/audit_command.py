@@ -80,7 +80,6 @@ def tables_of(report: Report, found: Findings) -> Group:
         found: What ``audit_check.check`` found in the log.
     """
     from rich.console import Group
-    from rich.markup import escape
     from rich.table import Table
 
     sent, kept = Table(box=None), Table(box=None)
@@ -93,9 +92,9 @@ def tables_of(report: Report, found: Findings) -> Group:
         same, last = last == (run, message), (run, message)
         rounds = f"{total.first}" if total.first == total.last else f"{total.first}-{total.last}"
         sent.add_row(
-            "" if same else escape(name or run),
-            "" if same else escape(message),
-            escape(section),
+            "" if same else name or run,
+            "" if same else message,
+            section,
             rounds,
             str(total.answers),
             str(total.tensors),
@@ -106,10 +105,10 @@ def tables_of(report: Report, found: Findings) -> Group:
         kept.add_column(column, overflow="fold")
     for one in report.refused:
         when, run = str(one["time"])[:19].replace("T", " "), str(one["name"] or one["run"])
-        kept.add_row(when, escape(run), escape(str(one["message"])), escape(f"{one['decision']}: {one['reason']}"))
+        kept.add_row(when, run, str(one["message"]), f"{one['decision']}: {one['reason']}")
     ended = [
         f"{report.lines} line{'s' * (report.lines != 1)}; {report.message_bytes:,} bytes in Flower's messages, "
         "without the frames of gRPC and TLS",
         f"note this elsewhere: line {found.lines} has the hash {found.head}",
     ]
-    return Group(*([sent] if sent.row_count else []), *([kept] if kept.row_count else []), *map(escape, ended))
+    return Group(*([sent] if sent.row_count else []), *([kept] if kept.row_count else []), *ended)

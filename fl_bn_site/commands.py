@@ -69,7 +69,7 @@ def of_1_25() -> bool:
     return bool(runpy.run_path(str(COMPAT))["deploys_by_grpc"]())
 
 
-def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> Path:
+def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> list[Path]:
     """Make the folders for state (readable by their owner only) and results.
 
     Args:
@@ -77,17 +77,17 @@ def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> Path:
         only: The program of a site for which to make folders, ``supernode`` or ``clientapp``; empty: both.
 
     Returns:
-        The folder to lock while the programs run. Where each program has a user of its own, each has a folder of its own.
+        The folders to lock while the programs run. Each program of a site has one of its own, as it may have a user of its own.
     """
     if isinstance(folder, ServerFolder):
         folder.results.mkdir(parents=True, exist_ok=True)
-        private = [folder.state]
+        private, locked = [folder.state], [folder.path]
     else:
-        private = [path for name, path in (("supernode", folder.node_dir), ("clientapp", folder.state_dir)) if only in ("", name)]
-        private += [] if only else [folder.packages, folder.apps_socket.parent]  # with two users, site-users.sh has made these
+        locked = [path for name, path in (("supernode", folder.node_dir), ("clientapp", folder.state_dir)) if only in ("", name)]
+        private = locked if only else [*locked, folder.packages, folder.apps_socket.parent]  # with two users, site-users.sh has made these
     for path in private:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return private[0] if only else folder.path
+    return locked
 
 
 def superlink(server: ServerFolder) -> Command:

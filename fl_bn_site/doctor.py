@@ -51,7 +51,7 @@ def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
     if site.audit is not None:  # else it is in the folder of the gate
         yield guard("audit", lambda: machine.storage("audit", site.audit_log))
     yield guard("policy", lambda: _policy(site.policy))
-    running = any(in_use(folder / LOCK) for folder in (site.path, site.node_dir))
+    running = in_use(site.node_dir / LOCK)
     yield guard("clientappio", lambda: checks.port_free("clientappio", site.clientappio, "clientappio in site.toml", running=running))
     yield guard("proxy", lambda: checks.proxy(host))
     yield from guard_each("superlink", lambda: checks.connection(host, port, site.root_certificates))

@@ -18,7 +18,8 @@ from typing import Any
 from fl_bn_site import signing
 from fl_bn_site.packages import PackageError, files_of
 
-FUNCTION = re.compile(r"(?<![\w.])[\w.]+:[^\W\d]\w*")  # package.module:function, found in linear time
+# package.module:function, found in linear time; whatever is not ASCII may be in a name
+FUNCTION = re.compile("(?<!N)N+:(?![0-9.])N+".replace("N", r"[^\x00-\x2d/:-@\[-^`{-\x7f]"))
 SIGNED, INSTALLED, ANY = "signed", "installed", "any"
 CODE = (SIGNED, INSTALLED, ANY)
 SUBMITTERS = "submitters"  # the folder beside the policy with the public keys of those who sign runs
@@ -204,7 +205,7 @@ LINES: dict[str, tuple[Callable[[Any], bool], str]] = {  # line -> whether it ma
     "allow-methods": (_is_texts, "a list of texts in quotes"),
     "allow-modules": (_is_texts, "a list of texts in quotes"),
     "allow-code": (lambda value: value in CODE, f"{', '.join(CODE[:-1])} or {CODE[-1]}"),
-    "max-memory": (lambda value: type(value) in (int, float) and value > 0, "a number of GB above 0"),
+    "max-memory": (lambda value: type(value) in (int, float) and 0 < value < 1e6, "a number of GB above 0, below a million"),
     "min-samples": (lambda value: _is_count(value) and value > 0, "a whole number above 0"),
     "max-evaluations": (_is_count, "a whole number of at least 0 (0 allows none)"),
     "max-unknown-rounds": (_is_count, "a whole number of at least 0 (0 allows none)"),

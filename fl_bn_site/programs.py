@@ -27,6 +27,8 @@ from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from fl_bn_site.supervisor import end_with_parent
+
 SUPERNODE, SUPEREXEC = "flower-supernode", "flower-superexec"
 GRACE = 8.0  # seconds that the programs have to end
 ASKING = 3.0  # seconds that Flower sleeps between two questions to the server; it sleeps less only while its app works
@@ -90,6 +92,7 @@ def start(name: str, words: list[str], listener: socket.socket, ready: Callable[
     program: Callable[[], None] = next(one for one in entry_points(group="console_scripts") if one.name == name).load()
 
     def run() -> None:
+        end_with_parent()
         listener.close()
         Path("/proc/self/comm").write_text(name)
         while not ready():

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from fl_bn.support.durable import hold
@@ -87,21 +87,21 @@ def say(text: str) -> None:
         print(f"fl-bn: {text}", flush=True)
 
 
-def supervise(commands: Sequence[Command], folder: Path) -> None:
+def supervise(commands: Sequence[Command], folders: Sequence[Path]) -> None:
     """Keep programs running until this process gets SIGINT, SIGTERM or SIGHUP, then end them.
 
     Args:
         commands: The commands of the programs.
-        folder: The folder of the kit, or a folder of the user whose programs these are. It is locked meanwhile.
+        folders: The server's folder, or a folder per program of a site. They are locked meanwhile.
 
     Raises:
-        AlreadyRunning: Another ``fl-bn start`` of this folder is running.
+        AlreadyRunning: Another ``fl-bn start`` of one of these folders is running.
     """
     received: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP under nohup
             signal.signal(number, lambda number, frame: received.append(number))
-    with _alone(folder):
+    with _alone(folders):
         programs = [Program(command) for command in commands]
         try:
             while not received:
@@ -120,10 +120,12 @@ def supervise(commands: Sequence[Command], folder: Path) -> None:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    with (folder / LOCK).open("w") as lock:
-        try:
-            hold(lock)
-        except BlockingIOError as error:
-            raise AlreadyRunning(f"another `fl-bn start` of {folder} is running: end that one first (Ctrl-C, or systemctl stop)") from error
+def _alone(folders: Sequence[Path]) -> Iterator[None]:
+    with ExitStack() as held:
+        for folder in folders:
+            try:
+                hold(held.enter_context((folder / LOCK).open("w")))
+            except BlockingIOError as error:
+                what = f"another `fl-bn start` has locked {folder}"
+                raise AlreadyRunning(f"{what}: end that one first (Ctrl-C, or systemctl stop)") from error
         yield

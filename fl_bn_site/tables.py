@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 
 from rich.console import Console, Group
-from rich.markup import escape
 from rich.table import Table
 
 from fl_bn_site.status import RunStatus, Status
 
 
 def wide_console() -> Console:
-    """Return a console as wide as the terminal; for output to a pipe, one of 500 columns, so that no table is narrowed."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=500)
+    """Return a console as wide as the terminal; for output to a pipe, one of 500 columns, so that no table is narrowed.
+
+    It takes no word of a site or run for markup.
+    """
+    console = Console(markup=False)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=500, markup=False)
 
 
 def tables_of_status(current: Status) -> Group:
     """Return the tables of ``fl-bn status``. At 80 columns, names are broken into lines, and nothing is cut."""
-    about = escape(f"{current.server}, {current.at}; certificate: {current.expires} days left")
+    about = f"{current.server}, {current.at}; certificate: {current.expires} days left"
     sites, runs, unused = Table(box=None), Table(title="runs", box=None), Table(box=None)
     for column in ("site", "state", "last seen"):
         sites.add_column(column, overflow="fold")
@@ -44,7 +46,7 @@ def tables_of_status(current: Status) -> Group:
         )
         for refused, why in run.refused.items():
             unused.add_row(name, refused, why)
-    notes = [escape(f"{run.name or run.id}: {run.note}") for run in current.runs if run.note]
+    notes = [f"{run.name or run.id}: {run.note}" for run in current.runs if run.note]
     return Group(about, sites, runs, *([unused] if unused.row_count else []), *notes)
 
 

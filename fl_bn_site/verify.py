@@ -30,6 +30,8 @@ def verify(folder: Path, noted: str = "") -> Iterator[Finding]:
     Yields:
         The findings. A fault is a finding, too: this function raises nothing.
     """
+    if noted and not ((folder / SiteFolder.file).exists() or is_log(folder)):
+        yield _true(False, f"{folder} has an audit log", "give the folder of a site, or of its log")
     if (folder / ServerFolder.file).exists():
         yield from _server(folder)
     elif (folder / SiteFolder.file).exists():
@@ -102,8 +104,7 @@ def _site(folder: Path, noted: str = "") -> Iterator[Finding]:
         yield _true(False, f"{site.policy} is complete", f"{error}. This site refuses every run until that is corrected")
     public = folder / "site.pub"
     yield _same(f"{site.private_key} belongs to {public}", lambda: public_half(site.private_key), lambda: read_public(public))
-    if site.audit_log.is_dir():
-        yield from _audit(site.audit_log, noted)
+    yield from _audit(site.audit_log, noted)
 
 
 def _audit(folder: Path, noted: str) -> Iterator[Finding]:
@@ -112,7 +113,7 @@ def _audit(folder: Path, noted: str) -> Iterator[Finding]:
     except OSError as error:
         yield _true(False, f"the audit log in {folder} can be read", f"{reason(error)}; ask its owner to run this command")
         return
-    last = f", {found.lines} lines; the last has the hash {found.head}" if found.lines else ""
+    last = f", {found.lines} lines; the last has the hash {found.head}" if found.lines else ", and empty"
     gone = f" (lines 1 to {found.forgotten} were removed by `fl-bn audit --forget`)" if found.forgotten else ""
     yield _true(not found.faults, f"the audit log in {folder} is whole{last}{gone}", "; ".join(found.faults))
     if noted:

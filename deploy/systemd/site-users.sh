@@ -13,10 +13,10 @@ mkdir -p "$folder/node" "$folder/packages" "$folder/run" "$folder/state"
 chown -R "$key:$group" "$folder"
 chown -R "$app:$group" "$folder/state"
 chmod 0750 "$folder"
-find "$folder" -maxdepth 1 -type f -exec chmod 0640 {} +
+find "$folder" -maxdepth 1 -type f -exec grep -q 'PRIVATE KEY' {} \; -exec chmod 0600 {} +
+find "$folder" -maxdepth 1 -type f ! -exec grep -q 'PRIVATE KEY' {} \; -exec chmod 0640 {} +
 chmod 0750 "$folder/start.sh"
 [ ! -d "$folder/submitters" ] || { chmod 0750 "$folder/submitters" && find "$folder/submitters" -type f -exec chmod 0640 {} +; }
-chmod 0600 "$folder/site.key"
 chmod 0700 "$folder/node" "$folder/state"
 chmod 0750 "$folder/packages"
 chmod 0770 "$folder/run"

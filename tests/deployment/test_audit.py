@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typer.testing import CliRunner
 from fl_bn_site import audit
 from fl_bn_site.audit import digest, head_in
 from fl_bn_site.audit_check import forget
+from fl_bn_site.status import RunStatus, Status
+from fl_bn_site.tables import tables_of_status, wide_console
 from tests.deployment.inner import SiteFolder, app, append, check, files_in, lines_in
 from tests.listed import listed
 
@@ -207,3 +210,12 @@ def test_the_command_and_kit_verify_name_a_change(site: SiteFolder) -> None:
     for words in (("kit", "verify", str(site.path)), ("audit", str(site.audit_log))):
         code, out = typed(*words, columns=500)
         assert (code, "lines 3 to 3 were cut off at the end" in out) == (1, True)
+    shutil.rmtree(site.audit_log)
+    for folder in (site.path, site.path.parents[1], site.path.parents[1] / "server"):  # the kit and the server have none
+        assert typed("kit", "verify", str(folder), "--noted", noted, columns=500)[0] == 1
+
+
+def test_no_word_of_a_site_is_taken_for_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunStatus(1, "night", "", "", "", None, "running", 1, 3, refused={"A": "it failed: [/srv/a.csv] [red]well"})
+    wide_console().print(tables_of_status(Status("now", "", 80, [], [run])))
+    assert "it failed: [/srv/a.csv] [red]well" in capsys.readouterr().out

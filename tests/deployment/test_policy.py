@@ -60,6 +60,7 @@ def test_the_template_s_lines_can_be_set_and_limits_reach_the_app(tmp_path: Path
         ('allow-methods = ["fedbn", "fbn"]', {}, "'hbn'"),
         ('allow-methods = ["hbn"]', {}, ""),
         ("allow-modules = []", {"dataset": "os:system"}, "os:system"),
+        ("allow-modules = []", {"dataset": "o\u0301.a\u00b7b:\u2118"}, "o\u0301.a\u00b7b:\u2118"),  # identifiers, but no \\w of re
         ("allow-modules = []", {"dataset": "é.1a:f", "name": "x" * 2_000_000, "host": "a.b:80"}, "é.1a:f"),  # in no time
         ('allow-modules = ["hospital"]', {"callbacks": "hospital.a:b,hospitals:f"}, "hospitals:f"),
         ('allow-modules = ["hospital"]', {"dataset": "hospital.data:load"}, ""),

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn_site.commands import Command
-from fl_bn_site.supervisor import AlreadyRunning, Program, supervise
+from fl_bn_site.commands import Command, prepare
+from fl_bn_site.supervisor import AlreadyRunning, Program, _alone, supervise
 from tests.deployment.federation import wait_until
+from tests.deployment.inner import SiteFolder
 
 
 def running(pid: int) -> bool:
@@ -37,6 +38,14 @@ def test_what_ends_is_started_again_after_longer_and_longer_waits(code: int, onc
     assert found == starts
 
 
+def test_a_site_is_started_once_whether_whole_or_program_by_program(site: SiteFolder) -> None:
+    for first, second in (("supernode", ""), ("", "clientapp")):
+        with _alone(prepare(site, first)), pytest.raises(AlreadyRunning):
+            supervise([], prepare(site, second))
+    with _alone(prepare(site, "supernode")), _alone(prepare(site, "clientapp")):
+        pass
+
+
 def test_programs_and_what_they_started_die_with_a_supervisor_that_is_ended_or_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     code = (
@@ -46,7 +55,7 @@ def test_programs_and_what_they_started_die_with_a_supervisor_that_is_ended_or_k
     script = (
         "import sys; from pathlib import Path; from fl_bn_site.commands import Command; from fl_bn_site import supervisor;"
         f"supervisor.GRACE = 0.5; folder = Path({str(tmp_path)!r});"
-        f"supervisor.supervise([Command('deaf', (sys.executable, '-S', '-c', {code!r}), {{}}, folder)], folder)"
+        f"supervisor.supervise([Command('deaf', (sys.executable, '-S', '-c', {code!r}), {{}}, folder)], [folder])"
     )
     for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
         pids.unlink(missing_ok=True)
@@ -55,7 +64,7 @@ def test_programs_and_what_they_started_die_with_a_supervisor_that_is_ended_or_k
             program, child = map(int, pids.read_text().split())
             assert running(program)
             with pytest.raises(AlreadyRunning):
-                supervise([], tmp_path)
+                supervise([], [tmp_path])
             end(supervisor)
         wait_until("the program has ended", lambda program=program: not running(program), 10)  # type: ignore[misc]
         if running(child):  # the supervisor was killed: the service manager ends what is left

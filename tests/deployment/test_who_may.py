@@ -26,6 +26,7 @@ def folder() -> Iterator[Path]:
         base = Path(made)
         create(KitPlan("127.0.0.1", ["a"]), base / "kit")
         folder = base / "kit/sites/a"
+        (folder / "former.key").write_bytes((folder / "site.key").read_bytes())
         for above in (base, base / "kit", base / "kit/sites"):
             above.chmod(0o755)
         subprocess.run(["sh", str(ROOT / "deploy/systemd/site-users.sh"), str(folder), str(KEY), str(APP)], check=True, timeout=60)
@@ -63,7 +64,7 @@ MAY = [  # user, what, path in the site's folder
     *((KEY, "write", name) for name in ("node", "node/accepted", "node/audit")),
 ]  # fmt: skip
 MAY_NOT = [
-    (APP, "read", "site.key"), (APP, "write", ""), (APP, "write", "node"), (KEY, "read", "state/local-layers"),
+    (APP, "read", "site.key"), (APP, "read", "former.key"), (APP, "write", ""), (APP, "write", "node"), (KEY, "read", "state/local-layers"),
     (APP, "write", "submitters"), (APP, "write", "submitters/submitter.pub"),
     *((APP, what, name) for what in ("write", "delete") for name in ("site.toml", "policy.toml", "ca.crt", "site.pub", "start.sh")),
     *((APP, what, name) for what in ("write", "delete") for name in ("packages", "packages/package", "packages/package/app.py")),

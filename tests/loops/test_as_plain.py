@@ -33,9 +33,6 @@ pytestmark = [
 OTHER = torch.randn(7, 4, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
 
 
-# Further passes
-
-
 def validation(round: Any, x: Tensor, y: Tensor) -> None:
     round.model.eval()
     round.model(OTHER)
@@ -76,9 +73,6 @@ def a_look_midway(round: Any, x: Tensor, y: Tensor) -> None:
     step(looked, round.model, x, y)
 
 
-# Other ways to run the network; of a part's checkpoint, one BatchNorm layer is inside, and one outside
-
-
 def checkpointed(round: Any, x: Tensor, y: Tensor) -> None:
     step(lambda x: round.model[3:](checkpoint(round.model[:3], x, use_reentrant=False)), round.model, x, y)
 
@@ -104,9 +98,6 @@ def moved_to_a_device(round: Any, x: Tensor, y: Tensor) -> None:
     """``model.to(device)`` puts new tensors in the place of buffers."""
     round.model._apply(torch.clone)
     plain(round, x, y)
-
-
-# Other ways to step
 
 
 def by_hand(round: Any, x: Tensor, y: Tensor) -> None:
@@ -141,9 +132,6 @@ def an_optimizer_around_another(round: Any, x: Tensor, y: Tensor) -> None:
     optimizer = Around(round.model.parameters())
     F.cross_entropy(round.model(x), y).backward()
     optimizer.step()
-
-
-# Trainers
 
 
 def lightning(round: Any, x: Tensor, y: Tensor) -> None:
@@ -199,9 +187,6 @@ def distributed(round: Any, x: Tensor, y: Tensor) -> None:
             step(model, model, x, y)
         finally:
             dist.destroy_process_group()
-
-
-# Modes, which a loop may set wherever it likes: it cannot thaw what a round freezes
 
 
 def train(round: Any, x: Tensor, y: Tensor) -> None:
@@ -287,9 +272,6 @@ def test_it_computes_what_a_plain_loop_computes(method: str, loop: Step, door: s
     if made.exchanges and loop in MOVES_STATISTICS:  # as torch's, after the first step: they count in evaluations alone
         ours, right = ([{k: v for k, v in one.items() if "running" not in k} for one in rounds] for rounds in (ours, right))
     assert apart(ours, right) <= (0 if loop in MODES else 1e-12)
-
-
-# FedTAN's step is that on the union, in whatever form inputs come
 
 
 def formed(form: str) -> Wired:

@@ -137,9 +137,6 @@ def test_the_state_of_another_network_or_method_is_refused(of: str, to: str) -> 
         round_of(to, net, kept)
 
 
-# What a user froze
-
-
 class Tuned(nn.Sequential):
     """A pre-trained body and a new head. ``how`` its owner freezes the body."""
 

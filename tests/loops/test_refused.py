@@ -172,9 +172,6 @@ def test_fedtan_s_first_step_is_one_pass_by_autograd(loop: Step, key: str) -> No
     own_loop(net(), FEDTAN, [[batch] for batch in clients()], 2, loop=lambda round, batches: second(round, *batches[0]))
 
 
-# Objectives
-
-
 def usual(model: Any) -> list[torch.optim.Optimizer]:
     return [SGD(part.parameters(), RATE) for part in (model[0], model[3:])]
 
@@ -227,9 +224,6 @@ def test_an_objective_corrects_whole_steps_by_its_own_backward(objective: Object
         with pytest.raises(ContractBroken) as caught, opened(FBN, objective=objective) as round:
             loop(round, *clients()[0])
         assert caught.value.rule == "objective"
-
-
-# Replies, and the network between rounds
 
 
 def test_a_reply_says_how_many_samples_there_were_and_comes_before_the_next_round() -> None:

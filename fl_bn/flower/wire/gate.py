@@ -104,9 +104,9 @@ class Limits:
     @classmethod
     def of(cls, context: Context) -> Limits:
         """Read the limits from the node config and, for ``secure``, the run config, or raise ``WireError``."""
-        given = LIMITS.read(context.node_config)
+        given = {"min-samples": 0, **LIMITS.read(context.node_config)}
         secure = any(bool(config.get(REQUIRED, False)) for config in (context.node_config, context.run_config))
-        return cls(secure, given.get("min-samples", FEW if secure else 0), given.get("max-evaluations"), given.get("max-unknown-rounds"))
+        return cls(secure, max(given["min-samples"], FEW if secure else 0), given.get("max-evaluations"), given.get("max-unknown-rounds"))
 
 
 @dataclass(frozen=True)
