@@ -140,6 +140,9 @@ class Answer:
             policy.check_run(context.run_config)
             if signature := policy.check_package(self.package, context.run_config):
                 about["submitter"] = signature.submitter.name
+                # what the site keeps of a run is in a folder of the run's name
+                if about["name"] != (name := leaving.text(context.run_config.get("resume") or context.run_config.get("name") or None)):
+                    raise NotSigned(f"the message is of the run {about['name']}, and the signature of {name}")
                 if admit(self.site.home / "accepted", context.run_id, signature, about["code"]):
                     print(f"run {context.run_id} is admitted: signed by {signature.submitter}, code {about['code']}", file=sys.stderr)
         except PolicyError as error:

@@ -50,7 +50,7 @@ def check(folder: Path, noted: str = "") -> Findings:
     Raises:
         OSError: A file cannot be read.
     """
-    lines, head = list(lines_in(folder)), head_in(folder)
+    head, lines = head_in(folder), list(lines_in(folder))  # in this order, as lines may be added meanwhile
     forgotten = _forgotten(lines)
     faults = [*_faults(lines, forgotten), *_end(folder, lines, head)]
     return Findings(

@@ -44,7 +44,7 @@ def sections_of(kind: str, content: Any) -> Sections:
     metrics = {name: record for name, record in content.items() if isinstance(record, MetricRecord)}
     configs = {name: record for name, record in content.items() if isinstance(record, ConfigRecord)}
     found: Sections = {}
-    if kind == "evaluate":
+    if kind.startswith("evaluate"):
         _evaluation(found, metrics)
     elif any(name.startswith(OURS) for name in arrays):
         _metrics(found, arrays, metrics)
@@ -71,7 +71,7 @@ def about(message: Any, run_config: Mapping[str, Any], code: str) -> dict[str, A
     if message.has_content():
         records = message.content.config_records
         header, config, flowers = (dict(records.get(record, {})) for record in (HEADER, f"{OURS}config", "config"))
-    name = run_config.get("name") or str(config.get("run", "")).rpartition("/")[0] or None  # a strategy of a user's own app knows no name
+    name = str(config.get("run", "")).rpartition("/")[0] or run_config.get("resume") or run_config.get("name") or None
     group = int(asks.group_id[:20]) if asks.group_id.isdecimal() else None
     round = header.get("round", flowers.get("server-round", group))  # Flower's own strategies give the second one
     method = header.get("method") or run_config.get("method")

@@ -132,8 +132,7 @@ def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say 
         ControlError: The SuperLink does not answer, or the run was refused. The message has the reason.
     """
     signed, package = read_signed(file)
-    if not package.own:
-        _complete(server, signed)
+    RunConfig.from_mapping({"name": signed.get("name", "")} if package.own else _complete(server, signed))
     return _carry_out(server, signed, address, say, False, package, sites=sites)
 
 

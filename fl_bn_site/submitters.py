@@ -74,7 +74,7 @@ def read_key(file: Path) -> Ed25519PrivateKey:
             key = load(content, getpass.getpass(f"passphrase of {file}: ").encode())
         if not isinstance(key, Ed25519PrivateKey):
             raise ValueError("expected an ed25519 key, as `fl-bn kit submitter` or `ssh-keygen -t ed25519` makes it")
-    except (OSError, ValueError, UnsupportedAlgorithm, EOFError) as error:
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm, EOFError) as error:
         raise FolderError(f"the submitter's key {file}: {getattr(error, 'strerror', None) or error}") from error
     return key
 

@@ -124,8 +124,7 @@ def _alone(folders: Sequence[Path]) -> Iterator[None]:
     with ExitStack() as held:
         for folder in folders:
             try:
-                hold(held.enter_context((folder / LOCK).open("w")))
+                hold(held.enter_context((folder / LOCK).open("a")))
             except BlockingIOError as error:
-                what = f"another `fl-bn start` has locked {folder}"
-                raise AlreadyRunning(f"{what}: end that one first (Ctrl-C, or systemctl stop)") from error
+                raise AlreadyRunning(f"another `fl-bn start` has locked {folder}: end that first (Ctrl-C, or systemctl stop)") from error
         yield

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from fl_bn_site import wire
 from fl_bn_site.answer import LATE, Answer, Site
@@ -33,7 +33,7 @@ project = {name = "app", version = "1"}
 [tool.flwr.app]
 publisher = "p"
 components = {serverapp = "app:app", clientapp = "app:app"}
-config = {rounds = 1, run-signature = ""}
+config = {rounds = 1, name = "", run-signature = ""}
 """
 # An app that answers with what its module says of itself. ``{}`` stands for the body of the call.
 APP = """
@@ -86,16 +86,18 @@ class Gate:
         hand_out([ALICE], self.folder)
         self.site.policy.write_text(text if "allow-code" in text else f'allow-code = "any"\n{text}')
 
-    def ask(self, content: bytes, run: int = 5, app: str = "p/app", ttl: float = 600.0, asked: Any = (), **config: Any) -> Message:
+    def ask(
+        self, content: bytes, run: int = 5, app: str = "p/app", ttl: float = 600.0, asked: Any = (), told: Any = (), **config: Any
+    ) -> Message:
         """Ask as Flower's program does: it installs a package, loads an app by the server's names, and calls it.
 
-        ``asked`` has other fields of the message's metadata, as a server may choose them.
+        ``asked`` has other fields of the message's metadata, and ``told`` other records, as a server may choose them.
         """
         answer = Answer(self.site)
         answer.install(content, flwr_dir="/nowhere", skip_prompt=True)
-        message = Message(RecordDict({"arrays": ArrayRecord()}), 1, "train", ttl=ttl)
+        message = Message(RecordDict({"arrays": ArrayRecord(), **dict(told)}), 1, "train", ttl=ttl)
         message.metadata.__dict__.update({"_run_id": run, "_message_id": message.object_id, "_src_node_id": 1, **dict(asked)})
-        given = {"rounds": 1, "run-signature": ""} | config
+        given = {"rounds": 1, "name": "", "run-signature": ""} | config
         self.context = Context(run, 7, {"state-dir": "/state"}, RecordDict(), given)
         return answer.loader("", app_path=None, multi_app=True)(app, "../../1", "0" * 64)(message=message, context=self.context)
 
@@ -285,9 +287,12 @@ def test_of_a_run_that_is_refused_nothing_is_unpacked(gate: Gate) -> None:
     assert not (gate.site.home / "accepted").exists()
     gate.told(content, **signed)  # control
     gate.told(content, **plain)
+    named, other = Package(content, MINE).signed({"name": "mine"}), {"fl-bn/config": ConfigRecord({"run": "other/state-00000001"})}
+    assert "of the run other, and the signature of mine" in str(gate.ask(content, told=other, **named).error.reason)
+    gate.told(content, told={"fl-bn/config": ConfigRecord({"run": "mine/state-00000001"})}, **named)  # control
     assert "was used for run 5 already" in str(gate.ask(content, run=6, **signed).error.reason)
     decisions = [(line["decision"], line["submitter"]) for line in gate.lines()]
-    assert decisions == [("refused", None)] * 4 + [("sent", "alice")] * 2 + [("refused", "alice")]
+    assert decisions == [("refused", None)] * 4 + [("sent", "alice")] * 2 + [("refused", "alice"), ("sent", "alice"), ("refused", "alice")]
     assert {line["code"] for line in gate.lines()} == {Package(content).code}
 
 

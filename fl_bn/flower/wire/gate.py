@@ -148,7 +148,7 @@ class Gate:
         else:
             why = _excess(reply, name, kind, limits)
             summed = kind is SUM and sums_evaluations(message) and "masked_params" in config_of(reply.content, RECORD_KEY_CONFIGS)
-            if not why and (summed or (kind is not SUM and name == "evaluate")):
+            if not why and (summed or (kind is not SUM and name.startswith("evaluate"))):
                 why = _spend(context, limits)
         if why:
             raise Refused(why)
@@ -255,7 +255,7 @@ def _excess(reply: Message, name: str, kind: Kind, limits: Limits) -> str:
         return f"a reply to {name} may hold {allowed}, but this one has {excerpt(sorted(others))}"
     if not kind.arrays and any(arrays.values()):
         return f"a reply to {name} may hold no arrays, but this one has {excerpt(sorted(arrays))}"
-    if name == "evaluate" and limits.min_samples:
+    if name.startswith("evaluate") and limits.min_samples:
         records = records_of(reply.content, MetricRecord).values()
         counts = [count for metrics in records for name in COUNTS if isinstance(count := metrics.get(name), int | float)]
         if not counts or min(counts) < limits.min_samples:
