@@ -141,8 +141,8 @@ class Answer:
             if signature := policy.check_package(self.package, context.run_config):
                 about["submitter"] = signature.submitter.name
                 # what the site keeps of a run is in a folder of the run's name
-                if about["name"] != (name := leaving.text(context.run_config.get("resume") or context.run_config.get("name") or None)):
-                    raise NotSigned(f"the message is of the run {about['name']}, and the signature of {name}")
+                if about["name"] not in (None, *(leaving.text(context.run_config.get(key)) for key in ("name", "resume"))):
+                    raise NotSigned(f"the message is of the run {about['name']}, which the signature does not name")
                 if admit(self.site.home / "accepted", context.run_id, signature, about["code"]):
                     print(f"run {context.run_id} is admitted: signed by {signature.submitter}, code {about['code']}", file=sys.stderr)
         except PolicyError as error:

@@ -71,7 +71,7 @@ def about(message: Any, run_config: Mapping[str, Any], code: str) -> dict[str, A
     if message.has_content():
         records = message.content.config_records
         header, config, flowers = (dict(records.get(record, {})) for record in (HEADER, f"{OURS}config", "config"))
-    name = str(config.get("run", "")).rpartition("/")[0] or run_config.get("resume") or run_config.get("name") or None
+    name = str(config.get("run", "")).rpartition("/")[0] or run_config.get("name") or run_config.get("resume") or None
     group = int(asks.group_id[:20]) if asks.group_id.isdecimal() else None
     round = header.get("round", flowers.get("server-round", group))  # Flower's own strategies give the second one
     method = header.get("method") or run_config.get("method")

@@ -288,7 +288,7 @@ def test_of_a_run_that_is_refused_nothing_is_unpacked(gate: Gate) -> None:
     gate.told(content, **signed)  # control
     gate.told(content, **plain)
     named, other = Package(content, MINE).signed({"name": "mine"}), {"fl-bn/config": ConfigRecord({"run": "other/state-00000001"})}
-    assert "of the run other, and the signature of mine" in str(gate.ask(content, told=other, **named).error.reason)
+    assert "of the run other, which the signature does not name" in str(gate.ask(content, told=other, **named).error.reason)
     gate.told(content, told={"fl-bn/config": ConfigRecord({"run": "mine/state-00000001"})}, **named)  # control
     assert "was used for run 5 already" in str(gate.ask(content, run=6, **signed).error.reason)
     decisions = [(line["decision"], line["submitter"]) for line in gate.lines()]
