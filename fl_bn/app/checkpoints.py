@@ -87,7 +87,7 @@ def run_to_resume(config: RunConfig) -> Path:
     differing = {run: _differences(run, config) for run in named}
     for run in named:
         if not differing[run]:
-            return run.resolve()
+            return run.absolute()  # as clients find it
     if named:
         raise ConfigError(f"resume={config.resume!r}: {named[0].name} has another run config: {differing[named[0]]}. Give the same values")
     there = ", ".join(run.name for run in runs) or "none (checkpoint-every makes them)"

@@ -191,14 +191,14 @@ class RunConfig(RunKeys):
 
     def _check_keys(self) -> None:
         """Raise ``ValueError`` unless keys fit together."""
-        plain = re.fullmatch(FOLDER, self.name) and self.name == self.name.strip()
+        odd = [name for name in (self.name, self.resume) if name and not (re.fullmatch(FOLDER, name) and name == name.strip())]
         length = len(self.name.encode())
         home = [key for key in ("output", "data-path", "model-weights") if str(self[key]).startswith("~")]
         sites, unknown_shape = self.dataset == SITES, [name for name in ("classes", "channels", "image-size") if not self[name]]
         freezes_itself = "freeze-after" in options_by_key(METHODS[self.method])
         unmeasured = self.rounds == 0 and self.calibrate in (0, AS_METHOD)
         refuse(
-            (self.name and not plain, f"name must be a plain file name that starts with no '.', '-' or '~', but got {short(self.name)}"),
+            (odd, f"name must be a plain file name that starts with no '.', '-' or '~', but got {short(odd)}"),
             (length > LONGEST, f"name must be at most {LONGEST} bytes long, but got {length}: {short(self.name)}"),
             (unmeasured, "rounds must be >= 1, but got 0, which only measures statistics: for this set calibrate=-1, and model-weights"),
             (freezes_itself and self.freeze_after > self.rounds > 0, f"freeze-after must not exceed rounds={self.rounds}"),

@@ -118,7 +118,7 @@ class RunDirectory(Callback):
                 if self.resumed is None:
                     raise ConfigError(f"{self.path} cannot be resumed, since all of its checkpoints are damaged: start the run anew")
                 own = self.resumed.run_id.run.split("/")[-1]
-                if (self.path / own).exists():  # simulated clients' states move along
+                if (self.path / own).exists():  # clients' states move along
                     self.resumed = replace(self.resumed, run_id=replace(self.resumed.run_id, run=f"{self.name}/{own}"))
                 for record in self._history.cut(self.resumed.history):
                     self._keep(record)

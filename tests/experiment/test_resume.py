@@ -103,10 +103,11 @@ def test_in_a_folder_that_was_moved_a_damaged_checkpoint_costs_the_rounds_since_
 ) -> None:
     values = small_run(tmp_path / "pieces", **CASES["fedbn"])
     path = stopped(values, 4, dies=True).rename(tmp_path / "moved")
+    (tmp_path / "linked").symlink_to(path)
     _, newest = sorted((path / "checkpoints").glob("round-*.safetensors"))
     data, state = newest.read_bytes(), next(path.glob("state-*/client-*/round-*"))
     newest.write_bytes(state.read_bytes() if damage == "of another kind" else data[:-1] + bytes([data[-1] ^ 1]))
-    assert differences(whole("fedbn"), results(run(values, resume="moved", output=str(tmp_path), name=""))) == []
+    assert differences(whole("fedbn"), results(run(values, resume="linked", output=str(tmp_path), name=""))) == []
     assert f"It was renamed to {newest.name}.set-aside-1; trying the checkpoint before it" in log.text
     assert "going on after round 2 of 5" in log.text
 
